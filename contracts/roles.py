@@ -1,0 +1,123 @@
+"""The roles and the seams between them. Each protocol is small; fakes are in pipeline/testing.py.
+
+The three workers are plain classes of one shape: constructed from a config, *loaded* with weights, then asked to do one
+thing. Pools call them, in process or as Ray actors; the loop knows pools, handles and one waiter, and nothing of either.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from contracts.weights import WeightVersion
+from contracts.wire import WireArray
+from contracts.work import (
+    Evaluation,
+    EvaluationRequest,
+    ItemReport,
+    Rollout,
+    RolloutRequest,
+    StepReport,
+    TeacherTargets,
+)
+
+Tree = Mapping[str, WireArray]
+
+
+class RolloutWorker(Protocol):
+    """The student, writing."""
+
+    def load(self, version: WeightVersion, tree: Tree, intent: int) -> WeightVersion:
+        """Hold these weights; returns the version with the fingerprint computed over the arrays now held.
+
+        ``intent`` rises with each load that the loop decides on: the newest intent wins, also when it asks for an older
+        version, and an older intent that arrives late changes nothing.
+        """
+        ...
+
+    def generate(self, request: RolloutRequest) -> Rollout: ...
+
+    def evaluate(self, request: EvaluationRequest) -> Evaluation: ...
+
+
+class TeacherWorker(Protocol):
+    """The frozen teacher, scoring what the student wrote."""
+
+    def load(self, tree: Tree) -> str:
+        """Hold the teacher's weights; returns their fingerprint as held."""
+        ...
+
+    def score(self, rollout: Rollout) -> TeacherTargets: ...
+
+
+class Trainer(Protocol):
+    """The student, learning. Refuses what is not admissible, at the moment of use."""
+
+    def load(self, tree: Tree) -> WeightVersion: ...
+
+    def accumulate(self, rollout: Rollout, targets: TeacherTargets) -> ItemReport: ...
+
+    def update(self) -> StepReport: ...
+
+    def publish(self) -> Tree:
+        """The weights of the latest version, in the rollout dtype and wire form."""
+        ...
+
+    def save(self) -> str: ...
+
+
+@runtime_checkable
+class Handle(Protocol):
+    """A result that may not exist yet. Only its pool knows where it lives."""
+
+    name: str
+
+    def result(self) -> Any:
+        """The value; only of a handle that a `Waiter` reported done. Raises what the work raised."""
+        ...
+
+
+class WorkerPool(Protocol):
+    """Workers of one role. Work goes to an idle worker; results belong to the loop."""
+
+    def submit(self, method: str, *arguments: Any) -> Handle:
+        """Ask one worker to call ``method``. Arguments that are handles arrive as their values.
+
+        Work is started in the order of submission; a handle among the arguments must be done, unless it comes from this
+        same pool.
+        """
+        ...
+
+    def publish(self, version: WeightVersion, tree: Handle) -> None:
+        """Make these weights available: a worker loads them before its next request that names ``version``."""
+        ...
+
+    def forget(self, kept_steps: frozenset[int]) -> None:
+        """Let go of published trees of other steps."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Waiter(Protocol):
+    """The one place where time passes."""
+
+    def wait(self, handles: Sequence[Handle], timeout: float) -> list[Handle]:
+        """Those that are done, at least one; in the order given.
+
+        Raises:
+          DeadlineError: none was done within ``timeout`` seconds; the message names what was waited for.
+        """
+        ...
+
+    def now(self) -> float:
+        """Seconds on this waiter's clock."""
+        ...
+
+
+class Recorder(Protocol):
+    """Where a run's numbers and events go: files, a display, a test's list."""
+
+    def event(self, kind: str, **fields: Any) -> None: ...
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, samples: Sequence[Any]) -> None: ...
