@@ -86,6 +86,10 @@ class WorkerPool(Protocol):
         """
         ...
 
+    def prepare(self, method: str, *arguments: Any) -> list[Handle]:
+        """Have every worker, later replacements included, call ``method`` before anything else; one handle a worker."""
+        ...
+
     def publish(self, version: WeightVersion, tree: Handle) -> None:
         """Make these weights available: a worker loads them before its next request that names ``version``."""
         ...
@@ -110,6 +114,23 @@ class Waiter(Protocol):
 
     def now(self) -> float:
         """Seconds on this waiter's clock."""
+        ...
+
+
+class Runtime(Protocol):
+    """Where a run's workers live: in this process (pipeline/inline.py) or on Ray (actors/runner.py)."""
+
+    rollout: WorkerPool
+    teacher: WorkerPool
+    trainer: WorkerPool
+    waiter: Waiter
+
+    def put(self, name: str, value: Any) -> Handle:
+        """Store a value once, to be handed to many workers."""
+        ...
+
+    def close(self) -> None:
+        """End every worker; what was started for this run is stopped, what was found running is left."""
         ...
 
 

@@ -22,25 +22,12 @@ from dataclasses import dataclass, field
 
 from contracts.errors import FreshnessError
 from contracts.freshness import FreshnessPolicy
-from contracts.roles import Handle, Recorder, Waiter, WorkerPool
+from contracts.roles import Handle, Recorder, Runtime
 from contracts.weights import WeightVersion
 from contracts.work import ItemReport, RolloutRequest, StepReport
 
 STAGES = ("rollout", "teacher", "trainer")
 MAX_ATTEMPTS = 3
-
-
-@dataclass(frozen=True)
-class Pools:
-    """The three roles."""
-
-    rollout: WorkerPool
-    teacher: WorkerPool
-    trainer: WorkerPool
-
-    def close(self) -> None:
-        for stage in STAGES:
-            getattr(self, stage).close()
 
 
 @dataclass(frozen=True)
@@ -60,7 +47,7 @@ class Loop:
     Args:
       request: (step, item, version) → the request for that micro-batch; a pure function.
       policy: which version writes which step.
-      pools, waiter, recorder: the roles, the clock, and where numbers go.
+      runtime, recorder: the roles and their clock, and where numbers go.
       version: the student's version at the first open step; its tree is already published to the rollout pool.
       steps: windows to close, counted from step 0 of the run.
       micro_batches: N, items per step.
@@ -70,8 +57,7 @@ class Loop:
 
     request: Callable[[int, int, WeightVersion], RolloutRequest]
     policy: FreshnessPolicy
-    pools: Pools
-    waiter: Waiter
+    runtime: Runtime
     recorder: Recorder
     version: WeightVersion
     steps: int
@@ -95,9 +81,9 @@ class Loop:
         """Close every window; returns the last version."""
         while self.step < self.steps:
             self._request_rollouts()
-            stage, before = self._waiting_for(), self.waiter.now()
-            done = self.waiter.wait(list(self._flight), self.deadline)
-            self.waited[stage] += self.waiter.now() - before
+            stage, before = self._waiting_for(), self.runtime.waiter.now()
+            done = self.runtime.waiter.wait(list(self._flight), self.deadline)
+            self.waited[stage] += self.runtime.waiter.now() - before
             for handle in done:
                 item = self._flight.pop(handle)
                 getattr(self, f"_on_{item.what}")(handle, item)
@@ -112,11 +98,11 @@ class Loop:
 
     def _request(self, step: int, index: int) -> None:
         version = self.versions[self.policy.writer_step(step)]
-        handle = self.pools.rollout.submit("generate", self.request(step, index, version))
+        handle = self.runtime.rollout.submit("generate", self.request(step, index, version))
         self._flight[handle] = Item("rollout", step, index)
 
     def _on_rollout(self, handle: Handle, item: Item) -> None:
-        targets = self.pools.teacher.submit("score", handle)
+        targets = self.runtime.teacher.submit("score", handle)
         self._flight[targets] = Item("targets", item.step, item.index, rollout=handle)
 
     def _on_targets(self, handle: Handle, item: Item) -> None:
@@ -129,7 +115,7 @@ class Loop:
             return
         pair = self._scored.pop((self.step, self.next_item), None)
         if pair is not None:
-            handle = self.pools.trainer.submit("accumulate", *pair)
+            handle = self.runtime.trainer.submit("accumulate", *pair)
             self._flight[handle] = Item("accumulated", self.step, self.next_item)
 
     def _on_accumulated(self, handle: Handle, item: Item) -> None:
@@ -143,7 +129,7 @@ class Loop:
         if self.next_item < self.micro_batches:
             self._feed_trainer()
         else:
-            self._flight[self.pools.trainer.submit("update")] = Item("updated", self.step)
+            self._flight[self.runtime.trainer.submit("update")] = Item("updated", self.step)
 
     def _refused(self, refusal: FreshnessError, item: Item) -> None:
         key = (item.step, item.index)
@@ -159,7 +145,7 @@ class Loop:
         report: StepReport = handle.result()
         self.version = report.version
         self.versions[report.version.step] = report.version
-        self._flight[self.pools.trainer.submit("publish")] = Item("published", item.step)
+        self._flight[self.runtime.trainer.submit("publish")] = Item("published", item.step)
         self.recorder.metrics(item.step, {**report.metrics, **self._statistics()})
         self.recorder.samples(item.step, [sample for part in self._reports for sample in part.samples])
         self.recorder.event(
@@ -171,11 +157,11 @@ class Loop:
         self._reports = []
 
     def _on_published(self, handle: Handle, item: Item) -> None:
-        self.pools.rollout.publish(self.version, handle)
+        self.runtime.rollout.publish(self.version, handle)
         self.step, self.next_item = item.step + 1, 0
         kept = self.policy.steps_kept(self.step)
         self.versions = {step: version for step, version in self.versions.items() if step in kept}
-        self.pools.rollout.forget(kept)
+        self.runtime.rollout.forget(kept)
         self.recorder.event("publish", step=self.version.step, version=str(self.version))
         self.after_step(self.version)
         self._feed_trainer()
