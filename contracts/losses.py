@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from contracts.errors import MetricTypeError, MetricValueError
+
 PRIMARY_LOSS = "loss"
 """The key of the primary loss among the reduced metrics."""
 
@@ -24,8 +26,8 @@ class WeightedMetric:
         min_denom: Lower bound of the denominator after `eps`; Python float ≥ 0, static; `None` bounds nothing.
 
     Raises:
-        TypeError: A bound is not a Python number.
-        ValueError: A bound is negative or not finite.
+        MetricTypeError: A bound is not a Python number.
+        MetricValueError: A bound is negative or not finite.
     """
 
     unreduced_sum: Any
@@ -38,12 +40,12 @@ class WeightedMetric:
             if bound is None:
                 continue
             if isinstance(bound, bool) or not isinstance(bound, float | int):
-                raise TypeError(
+                raise MetricTypeError(
                     f"WeightedMetric {name} is static and must be a Python float or None, got {type(bound).__name__};"
                     " move a traced value into the denominator"
                 )
             if not math.isfinite(bound) or bound < 0:
-                raise ValueError(f"WeightedMetric {name} must be finite and nonnegative, got {bound}")
+                raise MetricValueError(f"WeightedMetric {name} must be finite and nonnegative, got {bound}")
 
     def bounded_denominator(self) -> jax.Array:
         """Returns `max(denominator + eps, min_denom)`, float32: the one divisor of the value and of its gradient."""
@@ -107,10 +109,10 @@ def open_window(output: LossOutput) -> MetricSums:
         Sums, as float32 arrays, ready for `add_to_window`.
 
     Raises:
-        ValueError: An auxiliary metric is called `loss`.
+        MetricValueError: An auxiliary metric is called `loss`.
     """
     if PRIMARY_LOSS in output.aux_metrics:
-        raise ValueError(f"auxiliary metric {PRIMARY_LOSS!r} hides the primary loss of that name: rename it")
+        raise MetricValueError(f"auxiliary metric {PRIMARY_LOSS!r} hides the primary loss of that name: rename it")
     named = {PRIMARY_LOSS: output.primary_loss, **output.aux_metrics}
     return {name: _start(metric) for name, metric in named.items()}
 
@@ -123,8 +125,8 @@ def add_to_window(window: Mapping[str, WeightedMetric | ScalarMean], output: Los
         output: The next micro-batch's loss. A metric that it lacks keeps its sums; a new one starts here.
 
     Raises:
-        TypeError: A metric, or the loss, was weighted and is now a plain scalar, or the other way round.
-        ValueError: A metric's eps or min_denom differs from the window's.
+        MetricTypeError: A metric, or the loss, was weighted and is now a plain scalar, or the other way round.
+        MetricValueError: A metric's eps or min_denom differs from the window's.
     """
     return merge_windows(window, open_window(output))
 
@@ -154,14 +156,14 @@ def reduce_losses(outputs: Iterable[LossOutput]) -> dict[str, jax.Array]:
         Name → float32 value, the primary loss under `PRIMARY_LOSS`.
 
     Raises:
-        TypeError: A metric, or the loss, changes between weighted and scalar.
-        ValueError: No outputs, or a metric's eps or min_denom changes.
+        MetricTypeError: A metric, or the loss, changes between weighted and scalar.
+        MetricValueError: No outputs, or a metric's eps or min_denom changes.
     """
     window: MetricSums | None = None
     for output in outputs:
         window = open_window(output) if window is None else add_to_window(window, output)
     if window is None:
-        raise ValueError("an empty window has no loss: reduce at least one LossOutput")
+        raise MetricValueError("an empty window has no loss: reduce at least one LossOutput")
     return close_window(window)
 
 
@@ -185,12 +187,12 @@ def _add(
         return ScalarMean(left.total + right.total, left.count + right.count)
     if not (isinstance(left, WeightedMetric) and isinstance(right, WeightedMetric)):
         kinds = ["weighted" if isinstance(metric, WeightedMetric) else "scalar" for metric in (left, right)]
-        raise TypeError(
+        raise MetricTypeError(
             f"metric {name!r} changes from {kinds[0]} to {kinds[1]} inside one window:"
             " return a WeightedMetric for every micro-batch or for none"
         )
     if (left.eps, left.min_denom) != (right.eps, right.min_denom):
-        raise ValueError(
+        raise MetricValueError(
             f"metric {name!r} has different bounds inside one window:"
             f" eps={left.eps}, min_denom={left.min_denom} and eps={right.eps}, min_denom={right.min_denom};"
             " they are applied once, to the sum, so they must agree"
