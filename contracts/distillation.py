@@ -6,7 +6,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import jax
 
 from contracts.errors import BatchTypeError, BatchValueError
-from contracts.tokens import DiffusionTokenBatch, Raw, validate_diffusion_logits
+from contracts.tokens import DiffusionTokenBatch, Raw, array_signature, validate_diffusion_logits
 
 
 @jax.tree_util.register_dataclass
@@ -60,20 +60,25 @@ class DiffusionDistillationBatch:
                 "hard_target_ids and hard_target_batch are mutually exclusive, got both:"
                 " label the student's own inputs, or score an anchor"
             )
+        shape = tuple(self.student_batch.target_ids.shape)
+        if self.hard_target_ids is not None:
+            hard_shape, _ = array_signature("hard_target_ids", self.hard_target_ids)
+            if hard_shape != shape:
+                raise BatchValueError(f"hard_target_ids must match target_ids shape, got {hard_shape} and {shape}")
+        if self.hard_target_batch is not None:
+            _require_token_batch("hard_target_batch", self.hard_target_batch)
         hard = self.hard_batch()
-        if hard is not None and hard is not self.student_batch:
+        if hard is not self.student_batch:
             hard.validate()
-            if tuple(hard.target_ids.shape) != tuple(self.student_batch.target_ids.shape):
-                raise BatchValueError(
-                    "hard_target_batch must match the student's target_ids shape,"
-                    f" got {tuple(hard.target_ids.shape)} and {tuple(self.student_batch.target_ids.shape)}"
-                )
+        if tuple(hard.target_ids.shape) != shape:
+            raise BatchValueError(
+                f"hard_target_batch must match target_ids shape, got {tuple(hard.target_ids.shape)} and {shape}"
+            )
         return self
 
     def hard_batch(self) -> DiffusionTokenBatch:
-        """Returns what the hard loss is taken on: the anchor, else the student's batch with its own or expert labels."""
+        """Returns what the hard loss reads: the anchor, else the student's batch with expert or its own labels."""
         if self.hard_target_batch is not None:
-            _require_token_batch("hard_target_batch", self.hard_target_batch)
             return self.hard_target_batch
         if self.hard_target_ids is not None:
             return DiffusionTokenBatch(

@@ -6,6 +6,7 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from contracts.errors import BatchTypeError, BatchValueError
 
@@ -175,7 +176,7 @@ def concrete(value: Any) -> np.ndarray | None:
     """Returns the values on the host, or `None` where there are none to read (traced, abstract, on another host)."""
     if isinstance(value, np.ndarray):
         return value
-    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_fully_addressable:
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_fully_addressable:
         return np.asarray(value)
     return None
 
