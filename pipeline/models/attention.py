@@ -91,8 +91,10 @@ def attention(
     kv_heads = sources[0][0].shape[2]
     grouped = query.reshape(*query.shape[:2], kv_heads, query.shape[2] // kv_heads, query.shape[3])
     pairs = query.shape[1] * sum(keys.shape[1] for keys, _, _ in sources)
-    if pairs > DENSE_SCORES and len(sources) == 1:
-        mixed = _chunked(grouped, *sources[0][:2], query_ids, sources[0][2])
+    if pairs > DENSE_SCORES:
+        keys = jnp.concatenate([keys for keys, _, _ in sources], axis=1)
+        values = jnp.concatenate([values for _, values, _ in sources], axis=1)
+        mixed = _chunked(grouped, keys, values, query_ids, join(*(ids for _, _, ids in sources)))
     else:
         state = None
         for keys, values, ids in sources:
