@@ -58,6 +58,10 @@ class DeadlineError(LimbeckError, TimeoutError):
     """A wait that ran out; the message names what was waited for."""
 
 
+class NotDoneError(LimbeckError, RuntimeError):
+    """A result that was used before a `Waiter` reported it done."""
+
+
 class VersionNotHeldError(LimbeckError, LookupError):
     """A worker was asked to use student weights that it does not hold."""
 

@@ -86,7 +86,7 @@ class WorkerPool(Protocol):
         """
         ...
 
-    def prepare(self, method: str, *arguments: Any) -> list[Handle]:
+    def prepare(self, method: str, *arguments: Any) -> Sequence[Handle]:
         """Have every worker, later replacements included, call ``method`` before anything else; one handle a worker."""
         ...
 
@@ -120,10 +120,17 @@ class Waiter(Protocol):
 class Runtime(Protocol):
     """Where a run's workers live: in this process (pipeline/inline.py) or on Ray (actors/runner.py)."""
 
-    rollout: WorkerPool
-    teacher: WorkerPool
-    trainer: WorkerPool
-    waiter: Waiter
+    @property
+    def rollout(self) -> WorkerPool: ...
+
+    @property
+    def teacher(self) -> WorkerPool: ...
+
+    @property
+    def trainer(self) -> WorkerPool: ...
+
+    @property
+    def waiter(self) -> Waiter: ...
 
     def put(self, name: str, value: Any) -> Handle:
         """Store a value once, to be handed to many workers."""
