@@ -165,6 +165,35 @@ def validate_diffusion_logits(batch: DiffusionTokenBatch, logits: Any, name: str
     return logits
 
 
+def check_active_logits(batch: DiffusionTokenBatch, logits: Any, name: str = "logits") -> None:
+    """Checks that active logits make a distribution: finite or −inf, and not a whole row of −inf.
+
+    Traced, abstract or remote arrays have no values to check and pass. Inactive positions may hold anything.
+
+    Args:
+        batch: Whose weights say which positions are active.
+        logits: `[B, L, V]` floating, already validated.
+        name: What messages call the logits.
+
+    Raises:
+        BatchValueError: NaN, +inf or a row without any mass, naming the position.
+    """
+    weights, values = concrete(batch.loss_weights), concrete(logits)
+    if weights is None or values is None:
+        return
+    active = weights > 0
+    # One reduction over V tells all three faults apart: the maximum is NaN, +inf, or −inf.
+    highest = values.max(axis=-1)
+    refuse_where(
+        active & (np.isnan(highest) | np.isposinf(highest)),
+        highest,
+        f"active {name} must be finite, or -inf for an entry without mass",
+    )
+    refuse_where(
+        active & np.isneginf(highest), highest, f"active {name} must leave some entry finite, but a whole row is -inf"
+    )
+
+
 def array_signature(name: str, value: Any) -> tuple[tuple[int, ...], Any]:
     """Returns the shape and dtype of an array, tracer or `ShapeDtypeStruct`; `BatchTypeError` for anything else."""
     if not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
@@ -184,8 +213,9 @@ def concrete(value: Any) -> np.ndarray | None:
 def refuse_where(bad: np.ndarray, values: np.ndarray, message: str) -> None:
     """Raises `BatchValueError` with the first position of `bad` and the value there, if there is any."""
     if bad.any():
-        position = tuple(int(index) for index in np.argwhere(bad)[0])
-        raise BatchValueError(f"{message}; got {values[position]} at [row, position] {list(position)}")
+        index = tuple(int(i) for i in np.argwhere(bad)[0])
+        place = ", ".join(f"{axis} {i}" for axis, i in zip(("row", "position", "entry"), index, strict=False))
+        raise BatchValueError(f"{message}; got {values[index]} at {place}")
 
 
 def _require_real_or_bool(name: str, dtype: Any) -> None:
