@@ -1,7 +1,7 @@
 """The student's batch joined with the teacher's logits for the very same predictions."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -37,11 +37,11 @@ class DiffusionDistillationBatch:
         teacher_logits: Any,
         hard_target_ids: Any = None,
         hard_target_batch: Any = None,
-    ) -> Self:
+    ) -> "DiffusionDistillationBatch":
         """Builds a batch and validates it; arguments and errors as for the class and `validate`."""
         return cls(student_batch, teacher_logits, hard_target_ids, hard_target_batch).validate()
 
-    def validate(self) -> Self:
+    def validate(self) -> "DiffusionDistillationBatch":
         """Checks that all parts describe the same predictions: shapes and dtypes always, values where concrete.
 
         Returns:

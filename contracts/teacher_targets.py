@@ -1,7 +1,7 @@
 """What a teacher says about the targets of a rollout: one union, one meaning."""
 
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
@@ -19,7 +19,7 @@ class DenseLogits:
 
     logits: Any
 
-    def validate(self, student_batch: DiffusionTokenBatch) -> Self:
+    def validate(self, student_batch: DiffusionTokenBatch) -> "DenseLogits":
         """Checks the logits against the rollout that they score; returns the targets themselves.
 
         Raises:

@@ -1,7 +1,7 @@
 """The student's side of a batch: what the model reads, what it must predict, and how much each prediction counts."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +35,11 @@ class DiffusionTokenBatch:
     loss_weights: Any
 
     @classmethod
-    def create(cls, *, model_inputs: Any, target_ids: Any, loss_weights: Any) -> Self:
+    def create(cls, *, model_inputs: Any, target_ids: Any, loss_weights: Any) -> "DiffusionTokenBatch":
         """Builds a batch and validates it; arguments and errors as for the class and `validate`."""
         return cls(model_inputs, target_ids, loss_weights).validate()
 
-    def validate(self) -> Self:
+    def validate(self) -> "DiffusionTokenBatch":
         """Checks shapes and dtypes always, values where they are concrete and addressable.
 
         Returns:

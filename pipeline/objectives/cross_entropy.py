@@ -34,7 +34,7 @@ def token_cross_entropy(logits_BLV: Any, targets_BL: Any, weights_BL: jax.Array)
 
     Returns:
         float32 `[B, L]`. Finite at inactive positions; +inf where an active target has no mass; NaN where an active
-        target is no id of the vocabulary: nothing can be raised under a trace, and a clamped id would be a wrong answer.
+        target is no id of the vocabulary: a trace can raise nothing, and a clamped id would be a wrong answer.
     """
     logits = active_logits(logits_BLV, weights_BL)
     targets = jnp.where(weights_BL != 0, jnp.asarray(targets_BL).astype(jnp.int32), 0)

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: cross entropy of given targets, without any shift."""
 
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
 
@@ -13,9 +13,9 @@ from pipeline.objectives.cross_entropy import loss_weights, token_cross_entropy
 class ConfigurableTrainer(Protocol):
     """A trainer that calls `loss_fn(model, **model_input_fn(batch))`."""
 
-    def with_loss_fn(self, fn: Any, has_aux: bool = False) -> Self: ...
+    def with_loss_fn(self, fn: Any, has_aux: bool = False) -> Any: ...
 
-    def with_gen_model_input_fn(self, fn: Any) -> Self: ...
+    def with_gen_model_input_fn(self, fn: Any) -> Any: ...
 
 
 Trainer = TypeVar("Trainer", bound=ConfigurableTrainer)
