@@ -22,6 +22,7 @@ from contracts.work import (
 Tree = Mapping[str, WireArray]
 
 
+@runtime_checkable
 class RolloutWorker(Protocol):
     """The student, writing."""
 
@@ -38,6 +39,7 @@ class RolloutWorker(Protocol):
     def evaluate(self, request: EvaluationRequest) -> Evaluation: ...
 
 
+@runtime_checkable
 class TeacherWorker(Protocol):
     """The frozen teacher, scoring what the student wrote."""
 
@@ -48,6 +50,7 @@ class TeacherWorker(Protocol):
     def score(self, rollout: Rollout) -> TeacherTargets: ...
 
 
+@runtime_checkable
 class Trainer(Protocol):
     """The student, learning. Refuses what is not admissible, at the moment of use."""
 
@@ -75,6 +78,7 @@ class Handle(Protocol):
         ...
 
 
+@runtime_checkable
 class WorkerPool(Protocol):
     """Workers of one role. Work goes to an idle worker; results belong to the loop."""
 
@@ -101,6 +105,7 @@ class WorkerPool(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
 class Waiter(Protocol):
     """The one place where time passes."""
 
@@ -117,6 +122,7 @@ class Waiter(Protocol):
         ...
 
 
+@runtime_checkable
 class Runtime(Protocol):
     """Where a run's workers live: in this process (pipeline/inline.py) or on Ray (actors/runner.py)."""
 
@@ -141,6 +147,7 @@ class Runtime(Protocol):
         ...
 
 
+@runtime_checkable
 class Recorder(Protocol):
     """Where a run's numbers and events go: files, a display, a test's list."""
 
