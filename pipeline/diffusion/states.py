@@ -16,7 +16,7 @@ from jaxtyping import Int, Key
 
 from contracts.tokens import DiffusionTokenBatch
 from pipeline.diffusion.blocks import BlockLayout, columns, window_positions
-from pipeline.diffusion.decoding import Decoded
+from pipeline.diffusion.decoded import Decoded
 from pipeline.diffusion.keys import Purpose, fold
 from pipeline.diffusion.streams import two_stream_inputs
 
