@@ -60,7 +60,7 @@ def fingerprint(tree: Mapping[str, jax.typing.ArrayLike]) -> str:
         return ""
     for name, leaf in tree.items():
         dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not (jnp.issubdtype(dtype, jnp.number) or dtype == bool) or dtype.kind == "c":
+        if dtype is None or not (jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b") or dtype.kind == "c":
             raise WeightsError(f"weights[{name!r}] is {type(leaf).__name__} of dtype {dtype}; expected a real array")
     # Over 64-bit host leaves: split them here, since JAX would silently narrow them to 32 bits.
     words = {name: _as_words(leaf) for name, leaf in tree.items()}
@@ -107,8 +107,6 @@ def _lane_sums(tree: dict[str, jax.Array], salts: dict[str, jax.Array]) -> jax.A
         for axis in reversed(range(bits.ndim)):
             index = index + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride % 2**32)
             stride *= bits.shape[axis]
-        lanes = [
-            jnp.sum(_mix32(bits ^ _mix32(index ^ salts[name][lane])), dtype=jnp.uint32) for lane in range(LANES)
-        ]
+        lanes = [jnp.sum(_mix32(bits ^ _mix32(index ^ salts[name][lane])), dtype=jnp.uint32) for lane in range(LANES)]
         total = total + jnp.stack(lanes)
     return total

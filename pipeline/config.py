@@ -42,6 +42,10 @@ class TaskSettings(Settings):
     """Tokens of the longest prompt; a longer one is refused."""
     completion_length: int = Field(ge=1)
     """Tokens of completion that a row may spend."""
+    chat: bool = False
+    """Put the model's chat template around each prompt."""
+    stop_ids: tuple[int, ...] | None = None
+    """Tokens that end a completion; none takes the tokenizer's end tokens."""
 
 
 class ModelSettings(Settings):
@@ -236,6 +240,9 @@ class RunConfig(Settings):
     run: RunSettings
     task: TaskSettings
     model: ModelSettings = ModelSettings()
+    """The teacher; converted, also the student."""
+    student: ModelSettings | None = None
+    """Where the student starts instead, if it is another model than the teacher."""
     teacher: PretrainingSettings = PretrainingSettings()
     warm_start: PretrainingSettings = PretrainingSettings()
     diffusion: DiffusionSettings

@@ -75,6 +75,7 @@ class Loop:
         self._flight: dict[Handle, Item] = {}
         self._scored: dict[tuple[int, int], tuple[Handle, Handle]] = {}
         self._reports: list[ItemReport] = []
+        self._opened = self.runtime.waiter.now()
         self._attempts: dict[tuple[int, int], int] = {}
 
     def run(self) -> WeightVersion:
@@ -152,7 +153,9 @@ class Loop:
             "update",
             step=item.step,
             skipped=report.skipped,
-            items=[{"item": part.item, "worker": part.worker, "written_by": str(part.version)} for part in self._reports],
+            items=[
+                {"item": part.item, "worker": part.worker, "written_by": str(part.version)} for part in self._reports
+            ],
         )
         self._reports = []
 
@@ -177,6 +180,11 @@ class Loop:
         values = {f"rollout/{name}": total for name, total in reduce_statistics(self._reports).items()}
         values["rows_trained"] = float(sum(report.rows for report in self._reports))
         values["rows_weighted"] = float(sum(report.rows_weighted for report in self._reports))
+        values["rollout/tokens"] = float(
+            sum(report.statistics.get("completion_length", (0.0, 0.0))[0] for report in self._reports)
+        )
+        values["seconds"] = self.runtime.waiter.now() - self._opened
+        self._opened = self.runtime.waiter.now()
         values["lag"] = float(max(self.step - report.version.step for report in self._reports))
         return values | {f"waited/{stage}": seconds for stage, seconds in self.waited.items()}
 

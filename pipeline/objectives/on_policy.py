@@ -1,4 +1,4 @@
-"""The loss of an on-policy run: distillation on visited canvases, and the evidence that they were visited by these weights."""
+"""The loss of an on-policy run: distillation on visited canvases, and evidence that these weights visited them."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -73,5 +73,7 @@ def load_task(name: str) -> Task:
     except (ImportError, AttributeError) as problem:
         raise ConfigError(f"task.name: {name!r} cannot be imported: {problem}") from problem
     if not isinstance(task, Task):
-        raise ConfigError(f"task.name: {name!r} is no task; it needs the methods prompts() and correct(prompt, completion)")
+        raise ConfigError(
+            f"task.name: {name!r} is no task; it needs the methods prompts() and correct(prompt, completion)"
+        )
     return cast(Task, task)

@@ -1,0 +1,157 @@
+"""From a config to everything a run starts from: the one builder, whatever will run it.
+
+config ──▶ groundwork ──▶ teacher ──▶ conversion ──▶ warm start ──▶ Parts, weights, worker specs, requests
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from contracts.roles import Tree
+from contracts.weights import WeightVersion, fingerprint
+from contracts.wire import encode_tree
+from contracts.work import Prompt, RolloutRequest
+from pipeline.config import RunConfig
+from pipeline.data.tasks import CorpusTask
+from pipeline.groundwork import Groundwork, lay_groundwork, model_file
+from pipeline.models.conversion import convert_to_block_diffusion
+from pipeline.models.decoder import Decoder
+from pipeline.models.gguf import load_gguf
+from pipeline.models.tree import parameters, with_parameters
+from pipeline.pretraining import Corpus, train_on_corpus
+from pipeline.teacher import STUDENT_SEED, TeacherReport, fresh_decoder, obtain_teacher, stream_seed
+from pipeline.workers.parts import Parts, abstract_decoder
+from pipeline.workers.rollout import RolloutWorker
+from pipeline.workers.spec import WorkerSpec, WorkerSpecs
+from pipeline.workers.teacher import TeacherWorker
+from pipeline.workers.trainer import TrainerWorker
+
+Progress = Callable[..., None]
+"""Called as ``progress(stage, done, total, **numbers)``; stages are ``teacher`` and ``warm_start``."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What a run starts from.
+
+    Attributes:
+      ground: everything that needed no weights.
+      parts: what workers are made from.
+      specs: how they are made.
+      teacher_tree, converted_tree, student_tree: weights in wire form: the teacher's, the student's right after the
+        conversion, and the student's at step 0.
+      teacher_report: how good the teacher is.
+      seconds: by stage.
+    """
+
+    ground: Groundwork
+    parts: Parts
+    specs: WorkerSpecs
+    teacher_tree: Tree
+    converted_tree: Tree
+    student_tree: Tree
+    teacher_report: TeacherReport
+    seconds: dict[str, float]
+
+    def request(self, step: int, item: int, version: WeightVersion) -> RolloutRequest:
+        """The request for one micro-batch: a pure function of the run, the step and the item."""
+        training = self.ground.config.training
+        first = (step * training.micro_batches + item) * training.rows
+        indices = range(first, first + training.rows)
+        prompt_ids_BP, prompt_lengths_B = self.ground.source.batch(indices)
+        rows = [self.ground.source[index] for index in indices]
+        return RolloutRequest(
+            run_id=self.parts.run_id,
+            step=step,
+            item=item,
+            version=version,
+            seed=self.ground.config.run.seed,
+            stream_indices_B=np.array(indices, np.int64),
+            prompt_ids_BP=prompt_ids_BP,
+            prompt_lengths_B=prompt_lengths_B,
+            prompts=tuple(Prompt(row.text, row.fields) for row in rows),
+        ).validate()
+
+
+def prepare(config: RunConfig, folder: Path, progress: Progress) -> Preparation:
+    """Settle, train or load, convert, warm up.
+
+    Args:
+      config: the run's settings.
+      folder: the run's folder, for prompts and checkpoints.
+      progress: told of training steps.
+
+    Raises:
+      LimbeckError: whatever `lay_groundwork` and `obtain_teacher` refuse.
+    """
+    ground = lay_groundwork(config, folder)
+    seconds: dict[str, float] = {}
+    started = time.perf_counter()
+    teacher, report = obtain_teacher(ground, lambda done, total, **numbers: progress("teacher", done, total, **numbers))
+    seconds["teacher"] = time.perf_counter() - started
+
+    started = time.perf_counter()
+    student = _convert(ground, teacher)
+    converted_tree = _wire(student)
+    _warm_up(ground, student, lambda done, total, **numbers: progress("warm_start", done, total, **numbers))
+    seconds["warm_start"] = time.perf_counter() - started
+
+    parts = Parts(
+        config=config,
+        run_id=f"{config.run.name}-{config.digest()[:8]}",
+        teacher=teacher.config,
+        student=student.config,
+        layout=ground.layout,
+        stop_ids=ground.stop_ids,
+        tokenizer=ground.tokenizer,
+        task=ground.task,
+        teacher_fingerprint=fingerprint(parameters(teacher)),
+    )
+    specs = WorkerSpecs(
+        rollout=WorkerSpec(RolloutWorker, (parts,)),
+        teacher=WorkerSpec(TeacherWorker, (parts,)),
+        trainer=WorkerSpec(TrainerWorker, (parts, str((folder / "checkpoints").absolute()))),
+    )
+    return Preparation(ground, parts, specs, _wire(teacher), converted_tree, _wire(student), report, seconds)
+
+
+def _convert(ground: Groundwork, teacher: Decoder) -> Decoder:
+    settings = ground.config.student
+    base = teacher
+    if settings is not None and settings.source == "gguf":
+        shape, weights = load_gguf(model_file(settings), dtype=settings.dtype)
+        arrays = {name: jnp.array(array, copy=True) for name, array in weights.items()}
+        base = with_parameters(abstract_decoder(shape), arrays)
+    elif settings is not None:
+        base = fresh_decoder(ground, STUDENT_SEED)
+    if ground.mask is None:
+        copies = {name: jnp.array(array, copy=True) for name, array in parameters(base).items()}
+        return with_parameters(abstract_decoder(base.config), copies)
+    return convert_to_block_diffusion(base, ground.mask)[0]
+
+
+def _warm_up(ground: Groundwork, student: Decoder, progress: Callable[..., None]) -> None:
+    settings = ground.config.warm_start
+    if settings.steps == 0:
+        return
+    assert isinstance(ground.task, CorpusTask), "the config was checked: a warm start needs a corpus"
+    trained = {row.text for row in ground.source.rows}
+    examples = [example for example in ground.task.examples() if example.prompt in trained]
+    train_on_corpus(
+        student,
+        Corpus(examples, ground.tokenizer, ground.layout),
+        ground.layout,
+        settings,
+        seed=stream_seed(ground.config.run.seed, STUDENT_SEED),
+        min_noise=ground.config.states.min_noise,
+        progress=progress,
+    )
+
+
+def _wire(model: Decoder) -> Tree:
+    # Copies: training donates the model's buffers.
+    return encode_tree({name: np.array(array) for name, array in parameters(model).items()})

@@ -1,0 +1,135 @@
+"""What a stated version of the student can do: decoded on the rollout workers, checked by the task."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from contracts.roles import Handle, Runtime
+from contracts.weights import WeightVersion
+from contracts.work import Evaluation, EvaluationRequest, Prompt, SamplerSettings
+from pipeline.data.prompts import PAD, PromptRow
+from pipeline.groundwork import TRAIN, Groundwork
+from pipeline.loop import reduce_statistics
+from pipeline.measures import distinct_right_answers, evenly_spaced
+
+ONE_FORWARD_PER_BLOCK = SamplerSettings("static", 1.0)
+
+
+@dataclass(frozen=True)
+class StudentReport:
+    """Figures of one version.
+
+    Attributes:
+      version: whose.
+      accuracy: split → share of right completions with the deployed sampler; empty for a task without right answers.
+      tokens_per_forward: committed tokens through the stop per forward pass, deployed sampler, training prompts.
+      tokens_per_forward_with_commit_passes: likewise, passes that only keep keys and values counted.
+      accuracy_one_forward_per_block: split → share, all tokens of a block in a single forward pass.
+      distinct_right_answers: among the configured number of samples at temperature 1; None if not measured.
+      truncated, empty: shares of rows.
+    """
+
+    version: WeightVersion
+    accuracy: Mapping[str, float]
+    tokens_per_forward: float
+    tokens_per_forward_with_commit_passes: float
+    accuracy_one_forward_per_block: Mapping[str, float]
+    distinct_right_answers: float | None
+    truncated: float
+    empty: float
+
+
+class Evaluator:
+    """Sends evaluation requests through a runtime's rollout workers.
+
+    Args:
+      ground: prompts, task and settings.
+      runtime: with the version to be evaluated published to its rollout pool.
+    """
+
+    def __init__(self, ground: Groundwork, runtime: Runtime):
+        self._ground = ground
+        self._runtime = runtime
+        self._settings = ground.config.evaluation
+
+    def report(self, version: WeightVersion, *, diversity: bool) -> StudentReport:
+        """Every figure of one version; `diversity` also draws the samples at temperature 1."""
+        deployed = self._by_split(version, self._settings.sampler.settings())
+        single = self._by_split(version, ONE_FORWARD_PER_BLOCK)
+        train = deployed[TRAIN]
+        return StudentReport(
+            version=version,
+            accuracy={split: values["accuracy"] for split, values in deployed.items() if "accuracy" in values},
+            tokens_per_forward=train["tokens_per_forward"],
+            tokens_per_forward_with_commit_passes=train["tokens_per_forward_with_commit_passes"],
+            accuracy_one_forward_per_block={
+                split: values["accuracy"] for split, values in single.items() if "accuracy" in values
+            },
+            distinct_right_answers=self._distinct(version) if diversity else None,
+            truncated=train["truncated"],
+            empty=train["empty"],
+        )
+
+    def accuracy(self, version: WeightVersion, sampler: SamplerSettings) -> dict[str, dict[str, float]]:
+        """Split → name → value with one sampler."""
+        return self._by_split(version, sampler)
+
+    def _by_split(self, version: WeightVersion, sampler: SamplerSettings) -> dict[str, dict[str, float]]:
+        rows = {split: evenly_spaced(rows, self._settings.rows) for split, rows in self._ground.splits.items()}
+        answers = {split: self._decode(split, version, sampler, chosen) for split, chosen in rows.items()}
+        return {split: reduce_statistics(self._results(handles)) for split, handles in answers.items()}
+
+    def _distinct(self, version: WeightVersion) -> float | None:
+        samples = self._settings.diversity_samples
+        chosen = evenly_spaced(self._ground.splits[TRAIN], self._settings.diversity_prompts)
+        if not samples:
+            return None
+        repeated = [row for row in chosen for _ in range(samples)]
+        sampler = replace(self._settings.sampler.settings(), temperature=1.0)
+        texts = [
+            sample.completion
+            for part in self._results(self._decode("diversity", version, sampler, repeated))
+            for sample in part.samples
+        ]
+        judged = [(row, texts[place * samples : (place + 1) * samples]) for place, row in enumerate(chosen)]
+        return distinct_right_answers(self._ground.task, judged, samples)
+
+    def _decode(
+        self, name: str, version: WeightVersion, sampler: SamplerSettings, rows: Sequence[PromptRow]
+    ) -> list[Handle]:
+        batch = self._settings.batch
+        return [
+            self._runtime.rollout.submit(
+                "evaluate", self._request(name, version, sampler, rows[start : start + batch], start)
+            )
+            for start in range(0, len(rows), batch)
+        ]
+
+    def _request(
+        self, name: str, version: WeightVersion, sampler: SamplerSettings, rows: Sequence[PromptRow], first: int
+    ) -> EvaluationRequest:
+        # The last request is filled up to the one shape that is compiled; the filling is decoded and not counted.
+        size = self._settings.batch
+        prompt_ids_BP = np.full((size, self._ground.layout.prompt_length), PAD, np.int32)
+        prompt_lengths_B = np.ones((size,), np.int32)
+        for place, row in enumerate(rows):
+            prompt_ids_BP[place, : len(row.tokens)] = row.tokens
+            prompt_lengths_B[place] = len(row.tokens)
+        return EvaluationRequest(
+            name=f"{name}, rows {first} to {first + len(rows) - 1}",
+            version=version,
+            seed=self._ground.config.run.seed,
+            sampler=sampler,
+            stream_indices_B=np.arange(first, first + size, dtype=np.int64),
+            prompt_ids_BP=prompt_ids_BP,
+            prompt_lengths_B=prompt_lengths_B,
+            prompts=tuple(Prompt(row.text, row.fields) for row in rows),
+        )
+
+    def _results(self, handles: Sequence[Handle]) -> list[Evaluation]:
+        waiting = list(handles)
+        while waiting:
+            done = self._runtime.waiter.wait(waiting, self._ground.config.runner.item_deadline)
+            waiting = [handle for handle in waiting if handle not in done]
+        return [handle.result() for handle in handles]

@@ -1,0 +1,215 @@
+"""A run from prepared parts to its summary: load, measure, distil, measure again."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import save_file
+
+from contracts.roles import Handle, Recorder, Runtime
+from contracts.weights import WeightVersion, fingerprint
+from contracts.wire import decode_tree
+from pipeline.build import Preparation
+from pipeline.evaluation import Evaluator, StudentReport
+from pipeline.groundwork import TRAIN
+from pipeline.loop import Loop
+
+STUDENT_FILE = "student.safetensors"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run did.
+
+    Attributes:
+      version: the final weights.
+      before, warmed, after: the student right after the conversion, at step 0, and at the end; ``before`` and ``warmed``
+        are None when a run is resumed.
+      rows_trained: prompts that closed windows consumed.
+      seconds: by stage.
+    """
+
+    version: WeightVersion
+    before: StudentReport | None
+    warmed: StudentReport | None
+    after: StudentReport
+    rows_trained: int
+    seconds: dict[str, float]
+
+
+def run_job(
+    preparation: Preparation, runtime: Runtime, recorder: Recorder, folder: Path, *, resume: bool = False
+) -> Outcome:
+    """Distil on-policy from the prepared weights to the configured number of steps.
+
+    Args:
+      preparation: from `pipeline.build.prepare`.
+      runtime: started workers, in this process or on Ray.
+      recorder: where events and metrics go.
+      folder: the run's folder; the final weights are written there as ``student.safetensors``.
+      resume: continue from the newest checkpoint in the folder.
+
+    Raises:
+      LimbeckError: whatever ends a run.
+    """
+    job = _Job(preparation, runtime, recorder)
+    return job.run(folder, resume=resume)
+
+
+class _Job:
+    def __init__(self, preparation: Preparation, runtime: Runtime, recorder: Recorder):
+        self.preparation = preparation
+        self.config = preparation.ground.config
+        self.runtime = runtime
+        self.recorder = recorder
+        self.evaluator = Evaluator(preparation.ground, runtime)
+        self.seconds = dict(preparation.seconds)
+        self.restored: dict[int, WeightVersion] = {}
+
+    def run(self, folder: Path, *, resume: bool) -> Outcome:
+        clock = _Stopwatch(self.seconds)
+        with clock("load"):
+            version = self._load()
+        before = warmed = None
+        if resume:
+            with clock("load"):
+                version = self._restore()
+        else:
+            with clock("evaluation"):
+                before, warmed = self._measure_start(version)
+        loop = self._loop(version)
+        with clock("on_policy"):
+            final = loop.run()
+            self._ask("save")
+        with clock("evaluation"):
+            after = self.evaluator.report(final, diversity=True)
+        save_file(decode_tree(self._ask("publish")), folder / STUDENT_FILE, metadata={"version": str(final)})
+        training = self.config.training
+        self.seconds |= {f"waited for {stage}": seconds for stage, seconds in loop.waited.items()}
+        return Outcome(final, before, warmed, after, final.step * training.micro_batches * training.rows, self.seconds)
+
+    def _load(self) -> WeightVersion:
+        """Give every role its weights; returns version 0."""
+        teacher = self.runtime.put("teacher weights", self.preparation.teacher_tree)
+        student = self.runtime.put("student weights", self.preparation.student_tree)
+        scorers = self.runtime.teacher.prepare("load", teacher)
+        trainer = self.runtime.trainer.prepare("load", student)
+        self._wait([*scorers, *trainer])
+        for handle in scorers:
+            handle.result()
+        version = trainer[0].result()
+        self.runtime.rollout.publish(version, student)
+        self.recorder.event("publish", step=version.step, version=str(version))
+        return version
+
+    def _measure_start(self, version: WeightVersion) -> tuple[StudentReport, StudentReport]:
+        """The student right after the conversion, then at step 0: the same workers, other weights."""
+        tree = self.preparation.converted_tree
+        converted = replace(version, fingerprint=fingerprint(decode_tree(tree)))
+        if converted == version:
+            report = self.evaluator.report(version, diversity=True)
+            return report, report
+        self.runtime.rollout.publish(converted, self.runtime.put("converted weights", tree))
+        before = self.evaluator.report(converted, diversity=False)
+        student = self.runtime.put("student weights", self.preparation.student_tree)
+        self.runtime.rollout.publish(version, student)
+        return before, self.evaluator.report(version, diversity=True)
+
+    def _restore(self) -> WeightVersion:
+        """Bring the trainer to its newest checkpoint, and publish every version that a later step may be written by."""
+        versions: list[WeightVersion] = self._ask("restore")
+        for version in versions:
+            tree = self.runtime.trainer.submit("published", version.step)
+            self._wait([tree])
+            self.runtime.rollout.publish(version, tree)
+        self.recorder.event("resume", step=versions[-1].step, version=str(versions[-1]))
+        self.restored = {version.step: version for version in versions}
+        return versions[-1]
+
+    def _loop(self, version: WeightVersion) -> Loop:
+        training = self.config.training
+        return Loop(
+            request=self.preparation.request,
+            policy=self.preparation.parts.policy,
+            runtime=self.runtime,
+            recorder=self.recorder,
+            version=version,
+            steps=training.steps,
+            micro_batches=training.micro_batches,
+            deadline=self.config.runner.item_deadline,
+            after_step=self._after_step,
+            versions=self.restored,
+        )
+
+    def _after_step(self, version: WeightVersion) -> None:
+        training, evaluation = self.config.training, self.config.evaluation
+        if training.save_every and version.step % training.save_every == 0 and version.step < training.steps:
+            self._ask("save")
+        if evaluation.every and version.step % evaluation.every == 0 and version.step < training.steps:
+            values = self.evaluator.accuracy(version, evaluation.sampler.settings())
+            flat = {
+                f"evaluation/{split}/{name}": value for split, part in values.items() for name, value in part.items()
+            }
+            self.recorder.event("evaluation", step=version.step, **flat)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """What the trainer answers."""
+        handle = self.runtime.trainer.submit(method, *arguments)
+        self._wait([handle])
+        return handle.result()
+
+    def _wait(self, handles: Sequence[Handle]) -> None:
+        waiting = list(handles)
+        while waiting:
+            done = self.runtime.waiter.wait(waiting, self.config.runner.item_deadline)
+            waiting = [handle for handle in waiting if handle not in done]
+
+
+class _Stopwatch:
+    """Adds the seconds spent inside ``with clock(stage)`` to a mapping."""
+
+    def __init__(self, seconds: dict[str, float]):
+        self._seconds = seconds
+        self._stage = ""
+        self._started = 0.0
+
+    def __call__(self, stage: str) -> "_Stopwatch":
+        self._stage, self._started = stage, time.perf_counter()
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        spent = time.perf_counter() - self._started
+        self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + spent
+
+
+def summarise(preparation: Preparation, outcome: Outcome) -> dict[str, Any]:
+    """The figures of ``summary.json``; the recorder adds what it counted."""
+    teacher, after = preparation.teacher_report, outcome.after
+    sampler = preparation.ground.config.evaluation.sampler
+    return {
+        "teacher_accuracy": teacher.accuracy,
+        "student_accuracy_before": None if outcome.before is None else outcome.before.accuracy.get(TRAIN),
+        "student_accuracy_warm_start": None if outcome.warmed is None else outcome.warmed.accuracy.get(TRAIN),
+        "student_accuracy_after": after.accuracy.get(TRAIN),
+        "student_accuracy_held_out": {split: value for split, value in after.accuracy.items() if split != TRAIN},
+        "tokens_per_forward": after.tokens_per_forward,
+        "tokens_per_forward_with_commit_passes": after.tokens_per_forward_with_commit_passes,
+        "decoded_with": sampler.model_dump(mode="json"),
+        "accuracy_one_forward_per_block": after.accuracy_one_forward_per_block.get(TRAIN),
+        "distinct_right_answers": {
+            "of": preparation.ground.config.evaluation.diversity_samples,
+            "student": after.distinct_right_answers,
+            "student_warm_start": None if outcome.warmed is None else outcome.warmed.distinct_right_answers,
+            "teacher": teacher.distinct_right_answers,
+        },
+        "steps": outcome.version.step,
+        "rows_trained": outcome.rows_trained,
+        "weights_fingerprint": outcome.version.fingerprint,
+        "seconds": {stage: round(spent, 3) for stage, spent in outcome.seconds.items()},
+        "config_digest": preparation.ground.config.digest(),
+    }
