@@ -69,34 +69,20 @@ def read_prompts(
             rows.append(_row(_parsed(line), row_number, encode, prompt_length, field))
         except PromptError as problem:
             problems.append(f"{path}:{row_number + 1}: {problem}")
-    _refuse(problems, len(lines))
+    if problems:
+        hidden = len(problems) - PROBLEMS_SHOWN
+        more = [f"... and {hidden} more rows"] if hidden > 0 else []
+        raise PromptError(
+            "\n".join([f"{len(problems)} of {len(lines)} prompts cannot be used:", *problems[:PROBLEMS_SHOWN], *more])
+        )
     return rows
-
-
-def encode_prompts(
-    rows: Sequence[Mapping[str, Any]],
-    encode: Callable[[str], Sequence[int]],
-    *,
-    prompt_length: int,
-    field: str = "prompt",
-) -> list[PromptRow]:
-    """`read_prompts` for rows that a task makes itself; the same checks, with row numbers."""
-    encoded: list[PromptRow] = []
-    problems: list[str] = []
-    for row_number, row in enumerate(rows):
-        try:
-            encoded.append(_row(row, row_number, encode, prompt_length, field))
-        except PromptError as problem:
-            problems.append(f"row {row_number}: {problem}")
-    _refuse(problems, len(rows))
-    return encoded
 
 
 class PromptSource:
     """Prompts by global stream index.
 
     Args:
-        rows: the prompts; `read_prompts` makes them from a file, `encode_prompts` from a task's own rows.
+        rows: the prompts; `read_prompts` makes them from a file.
         prompt_length: P, the padded length of a batch; no prompt may be longer.
         seed: decides the order; any integer >= 0.
         shuffle: False keeps the order of the rows in every epoch.
@@ -131,22 +117,6 @@ class PromptSource:
         content = [[row.text, row.tokens, dict(row.fields)] for row in self.rows]
         self.digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    @classmethod
-    def from_jsonl(
-        cls,
-        path: str | Path,
-        encode: Callable[[str], Sequence[int]],
-        *,
-        prompt_length: int,
-        seed: int,
-        field: str = "prompt",
-        shuffle: bool = True,
-        epochs: int | None = None,
-    ) -> "PromptSource":
-        """`read_prompts`, then the source over its rows."""
-        rows = read_prompts(path, encode, prompt_length=prompt_length, field=field)
-        return cls(rows, prompt_length=prompt_length, seed=seed, shuffle=shuffle, epochs=epochs)
-
     def __len__(self) -> int:
         """Rows of one epoch."""
         return len(self.rows)
@@ -168,30 +138,17 @@ class PromptSource:
         Returns:
             `prompt_ids_BP` (P = `prompt_length`) and `prompt_lengths_B`; row b is valid at columns [0, length_b).
         """
-        prompts = [self[index].tokens for index in indices]
-        prompt_ids_BP = np.full((len(prompts), self.prompt_length), PAD, dtype=np.int32)
-        for row, tokens in enumerate(prompts):
-            prompt_ids_BP[row, : len(tokens)] = tokens
-        return prompt_ids_BP, np.array([len(tokens) for tokens in prompts], dtype=np.int32)
+        return pad_prompts([self[index] for index in indices], self.prompt_length)
 
 
-def _refuse(problems: Sequence[str], count: int) -> None:
-    if problems:
-        hidden = len(problems) - PROBLEMS_SHOWN
-        more = [f"... and {hidden} more rows"] if hidden > 0 else []
-        raise PromptError(
-            "\n".join([f"{len(problems)} of {count} prompts cannot be used:", *problems[:PROBLEMS_SHOWN], *more])
-        )
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        content = json.loads(line)
-    except json.JSONDecodeError as problem:
-        raise PromptError(f"not JSON: {problem.msg} at column {problem.colno}") from problem
-    if not isinstance(content, dict):
-        raise PromptError(f"a JSON {type(content).__name__}, not an object")
-    return content
+def pad_prompts(
+    rows: Sequence[PromptRow], prompt_length: int
+) -> tuple[Int32[np.ndarray, "B P"], Int32[np.ndarray, "B"]]:
+    """Right-padded prompt ids `[B, P]`, P = `prompt_length`, and lengths `[B]`; row b is valid at columns [0, length_b)."""
+    prompt_ids_BP = np.full((len(rows), prompt_length), PAD, dtype=np.int32)
+    for place, row in enumerate(rows):
+        prompt_ids_BP[place, : len(row.tokens)] = row.tokens
+    return prompt_ids_BP, np.array([len(row.tokens) for row in rows], dtype=np.int32)
 
 
 def _row(

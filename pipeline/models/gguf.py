@@ -59,6 +59,11 @@ def packaged_gguf(package: str) -> Path:
     return Path(str(distribution.locate_file(found[0])))
 
 
+def gguf_config(path: str | Path, *, dtype: str = "float32", param_dtype: str = "float32") -> DecoderConfig:
+    """The configuration that `load_gguf` gives, without the weights; the same metadata are refused."""
+    return _config(path, _open(path), dtype, param_dtype)
+
+
 def load_gguf(
     path: str | Path, *, dtype: str = "float32", param_dtype: str = "float32"
 ) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
@@ -255,8 +260,3 @@ def _can_dequantise(kind: "GGMLQuantizationType") -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-def gguf_config(path: str | Path, *, dtype: str = "float32", param_dtype: str = "float32") -> DecoderConfig:
-    """The decoder that a GGUF file's metadata describe, without reading a tensor; raises as `load_gguf` does."""
-    return _config(path, _open(path), dtype, param_dtype)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.errors import PromptError
-from pipeline.data.prompts import PromptRow, PromptSource, encode_prompts, read_prompts
+from pipeline.data.prompts import PromptRow, PromptSource, read_prompts
 from pipeline.data.tokenizers import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer("0123456789+=")
@@ -112,24 +112,13 @@ def test_every_unusable_row_is_reported_at_once_with_file_and_line(tmp_path):
     }
     path = write(tmp_path, *lines)
     with pytest.raises(PromptError) as refusal:
-        PromptSource.from_jsonl(path, TOKENIZER.encode, prompt_length=5, seed=0)
+        read_prompts(path, TOKENIZER.encode, prompt_length=5)
     message = str(refusal.value)
     assert message.startswith("9 of 11 prompts cannot be used:\n")
     for number, problem in enumerate(lines.values(), start=1):
         found = re.search(rf"^{re.escape(str(path))}:{number}: (.*)$", message, re.MULTILINE)
         assert (found is None) == (problem is None), number
         assert found is None or re.search(problem, found[1])
-
-
-def test_a_task_s_own_rows_pass_the_same_checks():
-    task_rows = [{"prompt": "1+2=", "sum": 3}, {"prompt": "4="}]
-    assert encode_prompts(task_rows, TOKENIZER.encode, prompt_length=4) == [
-        PromptRow("1+2=", (1, 10, 2, 11), {"sum": 3}, 0),
-        PromptRow("4=", (4, 11), {}, 1),
-    ]
-    assert task_rows[0]["prompt"] == "1+2="
-    with pytest.raises(PromptError, match=r"^2 of 3 prompts cannot be used:\nrow 0: 4 tokens.*\nrow 2: no field"):
-        encode_prompts([*task_rows, {"sum": 1}], TOKENIZER.encode, prompt_length=3)
 
 
 def test_a_long_list_of_problems_is_cut_and_counted(tmp_path):
@@ -164,7 +153,8 @@ def test_the_digest_is_of_the_data_whatever_the_order_they_are_drawn_in(tmp_path
     lines = ['{"prompt": "1+2=", "answer": 3}', '{"prompt": "4=", "answer": 4}']
 
     def digest(*lines: str, seed: int = 0, encode=TOKENIZER.encode) -> str:
-        return PromptSource.from_jsonl(write(tmp_path, *lines), encode, prompt_length=8, seed=seed).digest
+        read = read_prompts(write(tmp_path, *lines), encode, prompt_length=8)
+        return PromptSource(read, prompt_length=8, seed=seed).digest
 
     same = digest(*lines)
     assert digest(*lines, seed=9) == same

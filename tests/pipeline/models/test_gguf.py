@@ -12,7 +12,7 @@ from flax import nnx
 from contracts.errors import CheckpointError, ConfigError, WeightsError
 from pipeline.models.attention import causal_ids
 from pipeline.models.decoder import Decoder
-from pipeline.models.gguf import gguf_tokenizer, load_gguf, packaged_gguf
+from pipeline.models.gguf import gguf_config, gguf_tokenizer, load_gguf, packaged_gguf
 from pipeline.models.tree import with_parameters
 
 WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB, THETA, EPS = 32, 2, 4, 2, 8, 64, 24, 1e5, 1e-5
@@ -31,9 +31,9 @@ METADATA = {
 TOKENIZER = {
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "smollm",
-    "tokenizer.ggml.tokens": ["<|end|>", *"abc12Ġ", "ab"],
-    "tokenizer.ggml.token_type": [3, 1, 1, 1, 1, 1, 1, 1],
-    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.tokens": ["<|end|>", *"abc12Ġ", "ab", "12"],
+    "tokenizer.ggml.token_type": [3, *[1] * 8],
+    "tokenizer.ggml.merges": ["a b", "1 2"],
     "tokenizer.ggml.eos_token_id": 0,
     "tokenizer.chat_template": "{{ messages }}",
 }
@@ -152,6 +152,7 @@ def test_the_weights_can_be_held_in_bfloat16(tmp_path):
     path = write(tmp_path / "tiny.gguf", tensors())
     config, weights = load_gguf(path, dtype="bfloat16", param_dtype="bfloat16")
     wide = load_gguf(path)[1]
+    assert gguf_config(path, dtype="bfloat16", param_dtype="bfloat16") == config
     assert (config.dtype, config.param_dtype) == ("bfloat16", "bfloat16")
     for name, array in weights.items():
         assert array.dtype == jnp.bfloat16
@@ -234,8 +235,9 @@ def test_what_is_no_gguf_file_is_refused(tmp_path):
 
 def test_the_tokenizer_comes_with_its_end_and_its_chat_template(tmp_path):
     tokenizer = gguf_tokenizer(write(tmp_path / "tiny.gguf", {}, TOKENIZER))
+    # Digits stay apart although there is a merge for them.
     assert tokenizer.encode("ab 12c<|end|>") == [7, 6, 4, 5, 3, 0]
-    assert (tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.special_tokens) == (8, (0,), {0: "<|end|>"})
+    assert (tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.special_tokens) == (9, (0,), {0: "<|end|>"})
     assert tokenizer.chat_template == "{{ messages }}"
 
 
