@@ -49,8 +49,8 @@ class FreshnessPolicy:
         return 0 if self.frozen else max(0, step - self.max_lag)
 
     def steps_kept(self, step: int) -> frozenset[int]:
-        """Versions that may still be asked for while ``step`` is open or later: the published trees to keep."""
-        return frozenset({0}) if self.frozen else frozenset(range(self.writer_step(step), step + 1))
+        """Versions that may be asked for while ``step`` is open or later, to write or to be evaluated: those to keep."""
+        return frozenset({0, step}) if self.frozen else frozenset(range(self.writer_step(step), step + 1))
 
     def check_rollout(
         self, provenance: Provenance, *, step: int, next_item: int, published: Mapping[int, WeightVersion]
