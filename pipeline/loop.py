@@ -20,7 +20,7 @@ written by the same weights: gradients are unreduced sums, so overlap inside a s
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from contracts.errors import FreshnessError
+from contracts.errors import CheckpointError, FreshnessError
 from contracts.freshness import FreshnessPolicy
 from contracts.roles import Handle, Recorder, Runtime
 from contracts.weights import WeightVersion
@@ -49,6 +49,7 @@ class Loop:
       policy: which version writes which step.
       runtime, recorder: the roles and their clock, and where numbers go.
       version: the student's version at the first open step; its tree is already published to the rollout pool.
+      versions: step → version, published too, that a checkpoint brought along for steps that lag behind.
       steps: windows to close, counted from step 0 of the run.
       micro_batches: N, items per step.
       deadline: seconds without any result before the run ends.
@@ -69,6 +70,12 @@ class Loop:
 
     def __post_init__(self):
         self.versions.setdefault(self.version.step, self.version)
+        missing = self.policy.steps_kept(self.version.step) - self.versions.keys()
+        if missing:
+            raise CheckpointError(
+                f"going on at step {self.version.step} with max_lag {self.policy.max_lag} needs the versions of steps "
+                f"{sorted(missing)} as well; given are {sorted(self.versions)}. Restore them from the same checkpoint."
+            )
         self.step = self.version.step
         self.next_item = 0
         self._cursor = (self.step, 0)
