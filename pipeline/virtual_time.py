@@ -147,8 +147,9 @@ def fake_runtime(
     rollout_workers: int = 1,
     teacher_workers: int = 1,
     durations: Mapping[str, Duration] | None = None,
-    trainer: WorkerSpec | None = None,
     rollout: WorkerSpec | None = None,
+    teacher: WorkerSpec | None = None,
+    trainer: WorkerSpec | None = None,
 ) -> VirtualRuntime:
     """The fake roles of `pipeline.testing` in virtual time, version 0 published.
 
@@ -156,12 +157,12 @@ def fake_runtime(
       policy: which version writes which step.
       rollout_workers, teacher_workers: how many there are of each.
       durations: method of any role → ticks, or function of (step, item).
-      trainer, rollout: other workers than the usual fakes.
+      rollout, teacher, trainer: other workers than the usual fakes.
     """
     durations = durations or {}
     runtime = VirtualRuntime(
         rollout=Stage(rollout or WorkerSpec(FakeRolloutWorker, ()), rollout_workers, durations),
-        teacher=Stage(WorkerSpec(FakeTeacher, ()), teacher_workers, durations),
+        teacher=Stage(teacher or WorkerSpec(FakeTeacher, ()), teacher_workers, durations),
         trainer=Stage(trainer or WorkerSpec(FakeTrainer, (policy,)), 1, durations),
     )
     weights = fake_weights()
