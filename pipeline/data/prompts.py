@@ -144,11 +144,21 @@ class PromptSource:
 def pad_prompts(
     rows: Sequence[PromptRow], prompt_length: int
 ) -> tuple[Int32[np.ndarray, "B P"], Int32[np.ndarray, "B"]]:
-    """Right-padded prompt ids `[B, P]`, P = `prompt_length`, and lengths `[B]`; row b is valid at columns [0, length_b)."""
+    """Right-padded ids `[B, P]`, P = `prompt_length`, and lengths `[B]`; row b is valid at columns [0, length_b)."""
     prompt_ids_BP = np.full((len(rows), prompt_length), PAD, dtype=np.int32)
     for place, row in enumerate(rows):
         prompt_ids_BP[place, : len(row.tokens)] = row.tokens
     return prompt_ids_BP, np.array([len(row.tokens) for row in rows], dtype=np.int32)
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        content = json.loads(line)
+    except json.JSONDecodeError as problem:
+        raise PromptError(f"not JSON: {problem.msg} at column {problem.colno}") from problem
+    if not isinstance(content, dict):
+        raise PromptError(f"a JSON {type(content).__name__}, not an object")
+    return content
 
 
 def _row(
