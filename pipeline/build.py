@@ -16,6 +16,7 @@ from contracts.weights import WeightVersion, fingerprint
 from contracts.wire import encode_tree
 from contracts.work import Prompt, RolloutRequest
 from pipeline.config import RunConfig
+from pipeline.data.prompts import pad_prompts
 from pipeline.data.tasks import CorpusTask
 from pipeline.groundwork import Groundwork, lay_groundwork, model_file
 from pipeline.models.conversion import convert_to_block_diffusion
@@ -62,8 +63,8 @@ class Preparation:
         training = self.ground.config.training
         first = (step * training.micro_batches + item) * training.rows
         indices = range(first, first + training.rows)
-        prompt_ids_BP, prompt_lengths_B = self.ground.source.batch(indices)
         rows = [self.ground.source[index] for index in indices]
+        prompt_ids_BP, prompt_lengths_B = pad_prompts(rows, self.ground.layout.prompt_length)
         return RolloutRequest(
             run_id=self.parts.run_id,
             step=step,

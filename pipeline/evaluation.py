@@ -8,7 +8,7 @@ import numpy as np
 from contracts.roles import Handle, Runtime
 from contracts.weights import WeightVersion
 from contracts.work import Evaluation, EvaluationRequest, Prompt, SamplerSettings
-from pipeline.data.prompts import PAD, PromptRow
+from pipeline.data.prompts import PromptRow, pad_prompts
 from pipeline.groundwork import TRAIN, Groundwork
 from pipeline.loop import reduce_statistics
 from pipeline.measures import distinct_right_answers, evenly_spaced
@@ -111,11 +111,8 @@ class Evaluator:
     ) -> EvaluationRequest:
         # The last request is filled up to the one shape that is compiled; the filling is decoded and not counted.
         size = self._settings.batch
-        prompt_ids_BP = np.full((size, self._ground.layout.prompt_length), PAD, np.int32)
-        prompt_lengths_B = np.ones((size,), np.int32)
-        for place, row in enumerate(rows):
-            prompt_ids_BP[place, : len(row.tokens)] = row.tokens
-            prompt_lengths_B[place] = len(row.tokens)
+        filled = [*rows, *[rows[0]] * (size - len(rows))]
+        prompt_ids_BP, prompt_lengths_B = pad_prompts(filled, self._ground.layout.prompt_length)
         return EvaluationRequest(
             name=f"{name}, rows {first} to {first + len(rows) - 1}",
             version=version,

@@ -48,6 +48,7 @@ class RolloutWorker:
         self.name = name
         self._parts = parts
         self._held: Held | None = None
+        self._template = abstract_decoder(parts.student)
         self._states = jax.jit(self._training_states)
 
     def load(self, version: WeightVersion, tree: Tree, intent: int) -> WeightVersion:
@@ -60,8 +61,7 @@ class RolloutWorker:
         # A copy: device arrays would alias, and pin, the object store's memory.
         weights = {name: jnp.array(array, copy=True) for name, array in decode_tree(tree).items()}
         held = replace(version, fingerprint=fingerprint(weights))
-        model = with_parameters(abstract_decoder(self._parts.student), weights)
-        self._held = Held(intent, held, model)
+        self._held = Held(intent, held, with_parameters(self._template, weights))
         return held
 
     def generate(self, request: RolloutRequest) -> Rollout:

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from contracts.errors import WeightsError
 from contracts.roles import Tree
@@ -10,7 +9,6 @@ from contracts.weights import fingerprint
 from contracts.wire import decode_tree, encode
 from contracts.work import Rollout, TeacherTargets
 from pipeline.diffusion.alignment import causal_teacher_logits
-from pipeline.models.decoder import Decoder
 from pipeline.models.tree import with_parameters
 from pipeline.workers.parts import Parts, abstract_decoder
 
@@ -21,12 +19,13 @@ class TeacherWorker:
     def __init__(self, parts: Parts, *, name: str):
         self.name = name
         self._parts = parts
-        self._model: Decoder | None = None
+        self._weights: dict[str, jax.Array] = {}
         self._fingerprint = ""
-        layout = parts.layout
+        template, layout = abstract_decoder(parts.teacher), parts.layout
 
-        @nnx.jit
-        def score(model, tokens_BL, valid_BL, prompt_lengths_B):
+        @jax.jit
+        def score(weights, tokens_BL, valid_BL, prompt_lengths_B):
+            model = with_parameters(template, weights)
             return causal_teacher_logits(model, tokens_BL, valid_BL, prompt_lengths_B, layout)
 
         self._score = score
@@ -45,8 +44,7 @@ class TeacherWorker:
                 f"{self.name} was given weights with fingerprint {held}; this run's teacher is "
                 f"{self._parts.teacher_fingerprint}"
             )
-        self._model = with_parameters(abstract_decoder(self._parts.teacher), weights)
-        self._fingerprint = held
+        self._weights, self._fingerprint = weights, held
         return held
 
     def score(self, rollout: Rollout) -> TeacherTargets:
@@ -55,12 +53,10 @@ class TeacherWorker:
         Returns:
           Dense targets ``[B, W, V]`` float32, W the slots of the rollout's batch and V the loss vocabulary.
         """
-        if self._model is None:
+        if not self._weights:
             raise WeightsError(f"{self.name} has no weights yet; load them first")
         clean = rollout.clean
-        logits_BWV = self._score(
-            self._model, jnp.asarray(clean.tokens_BL), jnp.asarray(clean.valid_BL), jnp.asarray(clean.prompt_lengths_B)
-        )
+        logits_BWV = self._score(self._weights, clean.tokens_BL, clean.valid_BL, clean.prompt_lengths_B)
         return TeacherTargets(
             rollout_digest=rollout.digest,
             teacher_fingerprint=self._fingerprint,
