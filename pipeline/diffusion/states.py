@@ -211,7 +211,7 @@ def _batch(
     )
 
 
-def _blocks(layout: BlockLayout, x_BW: Array, fill: float | bool) -> Array:
+def _blocks(layout: BlockLayout, x_BW: Array, fill: int | bool) -> Array:
     """`[B, W]` to `[B, N, block_size]`: a block starts at window slot 0 in every row."""
     pad = layout.max_blocks * layout.block_size - layout.window
     padded = jnp.pad(x_BW, ((0, 0), (0, pad)), constant_values=fill)
