@@ -125,24 +125,6 @@ def jsd(beta: Any) -> Divergence:
     return Divergence(float(beta))
 
 
-def divergence_named(name: str, beta: float = 0.5) -> Divergence:
-    """Returns the divergence that a config names.
-
-    Args:
-        name: `forward_kl`, `reverse_kl` or `jsd`.
-        beta: Of `jsd`; the others ignore it.
-
-    Raises:
-        ConfigError: Another name, or a `beta` that `jsd` refuses.
-    """
-    if name == "jsd":
-        return jsd(beta)
-    known = {"forward_kl": forward_kl, "reverse_kl": reverse_kl}
-    if name not in known:
-        raise ConfigError(f"unknown divergence {name!r}: choose one of {[*known, 'jsd']}")
-    return known[name]
-
-
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _divergence(beta: float, teacher: jax.Array, student: jax.Array) -> jax.Array:
     return _value_and_gradient(beta, teacher, student)[0]

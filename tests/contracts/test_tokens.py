@@ -164,7 +164,9 @@ def test_an_inactive_target_may_lie_outside_the_vocabulary():
 def test_scoring_hands_model_and_inputs_to_the_scorer():
     batch = DiffusionTokenBatch.create(**parts())
     logits = compute_diffusion_logits(
-        jnp.arange(4.0), batch, lambda model, inputs: model + inputs["tokens"][:, :3, None].astype(jnp.float32)
+        jnp.arange(4.0).reshape(1, 1, 4),
+        batch,
+        lambda model, inputs: model + inputs["tokens"][:, :3, None].astype(jnp.float32),
     )
     np.testing.assert_array_equal(logits[1, 2], [0.0, 1.0, 2.0, 3.0])
 
