@@ -92,7 +92,7 @@ def test_jsd_near_its_ends_still_teaches(beta):
 @pytest.mark.parametrize("divergence", [forward_kl, jsd(0.5), reverse_kl])
 def test_a_masked_lane_of_minus_infinity_leaves_the_gradient_finite(divergence):
     # trl: a finite loss with a NaN gradient.
-    joined = batch([[1, 0, 1, 0]])
+    joined = batch([[1, 0, 1, 0]], targets=np.array([[0, 1, 2, 3]]))
     logits = np.random.default_rng(3).normal(size=(1, L, V)).astype(np.float32)
     logits[0, 1], joined.teacher_logits[0, 3] = -np.inf, -np.inf
     logits[..., -1], joined.teacher_logits[..., -1] = -np.inf, -np.inf
