@@ -1,0 +1,1 @@
+"""Ray: the plain workers of pipeline/ as actors, behind the same pools and waiter as in one process."""
