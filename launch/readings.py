@@ -1,0 +1,177 @@
+"""The instruments of a run: what the displays show, however they show it."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+LOOP = "on_policy"
+"""The stage of the on-policy steps, whose progress comes from the recorder."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SHOWN = {
+    "divergence": "distill/soft_loss",
+    "accuracy": "rollout/accuracy",
+    "tokens/forward": "rollout/tokens_per_forward",
+    "tokens/s": "tokens/s",
+}
+_WORKERS = ("rollout", "teacher", "trainer")
+
+
+@dataclass
+class Stage:
+    """One part of a run and how far it is.
+
+    Attributes:
+      began, ended: seconds on the readings' clock; ``ended`` None while it goes on.
+      first: what was done already when it began (a resumed run).
+    """
+
+    name: str
+    clock: Callable[[], float]
+    began: float
+    done: int = 0
+    total: int = 0
+    first: int = 0
+    ended: float | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return (self.clock() if self.ended is None else self.ended) - self.began
+
+    @property
+    def left(self) -> float | None:
+        """Estimated seconds to the end; None when over, or too early to say."""
+        made = self.done - self.first
+        if self.ended is not None or made < 2:
+            return None
+        return self.seconds / made * (self.total - self.done)
+
+
+class Readings:
+    """Stages, figures and their history. A recorder, and a listener for progress.
+
+    Args:
+      steps: windows the run will close.
+      micro_batches: items of a step; the statistic ``rollout/tokens`` is their mean.
+      now: a clock, in seconds.
+    """
+
+    def __init__(self, steps: int, micro_batches: int, now: Callable[[], float] = time.monotonic):
+        self._now = now
+        self._began = now()
+        self._micro_batches = micro_batches
+        self.steps = steps
+        self.stages: dict[str, Stage] = {}
+        self.history: dict[str, list[float]] = {}
+        self.step: int | None = None
+        self.refused = 0
+        self.latest: Any = None
+        self._waited: Mapping[str, float] = {}
+        self._lag = 0
+        self._last_step_at: float | None = None
+
+    def progress(self, stage: str, done: int, total: int, **numbers: float) -> None:
+        """``done`` of ``total`` units of a stage (total 0: nobody can say how many).
+
+        A stage begins when it is first named, or where the one before it ended if something of it is done by then.
+        """
+        if stage not in self.stages:
+            began = (
+                self._now()
+                if done == 0
+                else max([self._began, *(other.ended or 0.0 for other in self.stages.values())])
+            )
+            self.finish()
+            self.stages[stage] = Stage(stage, self._now, began)
+        entry = self.stages[stage]
+        entry.done, entry.total = done, total
+        entry.numbers = {**entry.numbers, **numbers}
+        if done >= total > 0 and entry.ended is None:
+            entry.ended = self._now()
+
+    def event(self, kind: str, **fields: Any) -> None:
+        if kind == "refuse":
+            self.refused += 1
+        if kind == "measured" and self.stages:
+            # The student at step 0, or at the end.
+            last = next(reversed(self.stages.values()))
+            last.numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
+            self.finish()
+        if kind == "publish" and fields["step"] in (0, self.steps):
+            # What is measured before the first step, and after the last.
+            self.finish()
+            self.progress("measuring" if fields["step"] == 0 else "measuring_again", 0, 0)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        if LOOP not in self.stages:
+            self.finish()
+            self.progress(LOOP, step, self.steps)
+            self.stages[LOOP].first = step
+        now, shown = self._now(), dict(values)
+        if self._last_step_at is not None and now > self._last_step_at and "rollout/tokens" in values:
+            shown["tokens/s"] = values["rollout/tokens"] * self._micro_batches / (now - self._last_step_at)
+        for name, key in _SHOWN.items():
+            if key in shown:
+                self.history.setdefault(name, []).append(float(shown[key]))
+        self.step, self._lag, self._last_step_at = step, int(values.get("lag", 0)), now
+        self._waited = {worker: values.get(f"waited/{worker}", 0.0) for worker in _WORKERS}
+        self.progress(LOOP, step + 1, self.steps)
+
+    def samples(self, step: int, samples: Sequence[Any]) -> None:
+        if samples:
+            self.latest = samples[-1]
+
+    def finish(self) -> None:
+        """Whatever is still open ends now."""
+        for stage in self.stages.values():
+            if stage.ended is None:
+                stage.ended = self._now()
+
+    def figures(self) -> dict[str, str]:
+        """Name → latest value, for reading."""
+        shown = {name: figure(values[-1], name) for name, values in self.history.items()}
+        shown |= {"lag": str(self._lag), "refused": str(self.refused)}
+        total = sum(self._waited.values())
+        if total > 0:
+            shown["waits for"] = "  ".join(f"{worker} {self._waited[worker] / total:.0%}" for worker in _WORKERS)
+        return shown
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the readings began."""
+        return self._now() - self._began
+
+
+def figure(value: float, name: str = "") -> str:
+    """A number as short as it can be read."""
+    if name in ("tokens/s", "tokens/forward"):
+        return f"{value:,.0f}" if name == "tokens/s" else f"{value:.2f}"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e6 and name not in _SHOWN:
+        return str(int(value))
+    return f"{value:.4f}" if 0 < abs(value) < 0.1 else f"{value:.3f}"
+
+
+def clock(seconds: float) -> str:
+    """`1:05`, or `1:02:03` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The course of a number in block characters: the means of ``width`` equal stretches, from lowest to highest."""
+    if len(values) < 2:
+        return ""
+    count = min(width, len(values))
+    edges = [round(index * len(values) / count) for index in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    span = high - low
+    return "".join(_BARS[0] if span == 0 else _BARS[round((mean - low) / span * (len(_BARS) - 1))] for mean in means)
+
+
+def stage_label(name: str) -> str:
+    return name.replace("_", " ").replace("on policy", "on-policy")
