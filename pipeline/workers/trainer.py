@@ -15,6 +15,7 @@ from pipeline.config import TrainingSettings
 from pipeline.models.decoder import Decoder
 from pipeline.models.tree import parameters, with_parameters
 from pipeline.objectives.on_policy import configure_student_distillation
+from pipeline.objectives.opd import check_prepared_batch
 from pipeline.training.checkpoint import CheckpointStore
 from pipeline.training.config import TrainingConfig
 from pipeline.training.state import Progress, TrainerState
@@ -62,7 +63,7 @@ class TrainerWorker:
 
         Raises:
           FreshnessError: one of its kinds; the accumulator is bit for bit what it was.
-          BatchTypeError, BatchValueError: the joined batch breaks its contract.
+          BatchTypeError, BatchValueError: the joined batch breaks its contract, or the teacher's logits are not finite.
         """
         provenance = rollout.provenance
         self._parts.policy.check_rollout(
@@ -70,6 +71,7 @@ class TrainerWorker:
         )
         check_targets(rollout, targets, self._parts.teacher_identity)
         batch = PreparedBatch(rollout, targets).distillation_batch()
+        check_prepared_batch(batch, soft_loss_weight=self._parts.config.objective.soft)
         self._trainer().accumulate(batch)
         self._next_item += 1
         weights_BW = rollout.student_batch.loss_weights

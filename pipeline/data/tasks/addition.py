@@ -12,12 +12,13 @@ class Addition:
     alphabet = "0123456789+="
 
     def prompts(self) -> Mapping[str, Rows]:
-        """A tenth of the pairs is held out of the student's prompts."""
-        rows = [{"prompt": f"{a:02d}+{b:02d}="} for a in range(100) for b in range(100)]
-        return {
-            "train": [row for index, row in enumerate(rows) if index % 10 != 7],
-            "held_out": [row for index, row in enumerate(rows) if index % 10 == 7],
-        }
+        """A tenth of the pairs is held out of the student's prompts, evenly over all digits in all places."""
+        splits: dict[str, list[dict[str, str]]] = {"train": [], "held_out": []}
+        for a in range(100):
+            for b in range(100):
+                check = (3 * (a // 10) + 7 * (a % 10) + 9 * (b // 10) + b % 10) % 10
+                splits["held_out" if check == 7 else "train"].append({"prompt": f"{a:02d}+{b:02d}="})
+        return splits
 
     def correct(self, prompt: Prompt, completion: str) -> bool:
         """Equal to the one right answer, zeros in front included."""

@@ -16,11 +16,12 @@ class Split:
     alphabet = "0123456789+="
 
     def prompts(self) -> Mapping[str, Rows]:
-        """Every tenth number is held out of the student's prompts; the teacher has seen it."""
-        numbers = range(100)
+        """Ten numbers are held out of the student's prompts, every digit once in each place; the teacher has seen them."""
+        held_out = {10 * tens + (3 * tens + 1) % 10 for tens in range(10)}
+        rows = [{"prompt": f"{number:02d}=", "sum": number} for number in range(100)]
         return {
-            "train": [{"prompt": f"{number:02d}=", "sum": number} for number in numbers if number % 10 != 7],
-            "held_out": [{"prompt": f"{number:02d}=", "sum": number} for number in numbers if number % 10 == 7],
+            "train": [row for row in rows if row["sum"] not in held_out],
+            "held_out": [row for row in rows if row["sum"] in held_out],
         }
 
     def correct(self, prompt: Prompt, completion: str) -> bool:
