@@ -4,14 +4,17 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import ray
 
+from actors.handles import RayHandle
 from actors.pool import RayPool
-from actors.runner import RayRuntime
-from actors.session import RaySession, start_ray
+from actors.session import start_ray
 from actors.waiter import RayWaiter
-from pipeline.config import RunConfig, parse_config
-from pipeline.testing import ListRecorder
+from contracts.weights import WeightVersion
+from contracts.wire import encode_tree
+from pipeline.testing import ListRecorder, fake_version, fake_weights
 from pipeline.workers.spec import WorkerSpec
 
 # Ray's workers import the fakes by name: what they inherit is the environment of the Ray that starts them.
@@ -19,19 +22,7 @@ FAKES = str(Path(__file__).parent / "fakes")
 sys.path.insert(0, FAKES)
 os.environ["PYTHONPATH"] = os.pathsep.join([FAKES, *filter(None, [os.environ.get("PYTHONPATH")])])
 
-
-def run_config(**runner) -> RunConfig:
-    """The smallest config; keywords are settings of ``runner``."""
-    return parse_config(
-        {
-            "run": {"name": "fake"},
-            "task": {"name": "split", "prompt_length": 4, "completion_length": 4},
-            "teacher": {"steps": 1},
-            "diffusion": {"block_size": 2},
-            "training": {"steps": 3, "rows": 2, "micro_batches": 2},
-            "runner": {"rollout": {"count": 1}, "start_deadline": 60.0, "item_deadline": 60.0, **runner},
-        }
-    )
+from ray_fakes import run_config  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +45,18 @@ class OnePool:
         self.pool = RayPool(role, spec, settings, config.runner, self.recorder, replaceable=replaceable)
         self.waiter = RayWaiter([self.pool])
         self.submit = self.pool.submit
+
+    def stored(self, value, name: str = "stored") -> RayHandle:
+        handle = RayHandle(name)
+        handle.keep(ray.put(value))
+        return handle
+
+    def published(self, step: int, shift: float = 0.0) -> WeightVersion:
+        """Publish fake weights for ``step``; returns their version."""
+        weights = {"weights": fake_weights()["weights"] + np.float32(shift)}
+        version = fake_version(step, weights)
+        self.pool.publish(version, self.stored(encode_tree(weights), f"weights {step}"))
+        return version
 
     def finish(self, handles, timeout: float = 60.0) -> list:
         """Wait for every handle; returns results in order."""
@@ -90,17 +93,3 @@ def make_pool(ray_session):
 def make_module_pool(ray_session):
     """Makes a pool of fakes that is closed with the last test of its file."""
     yield from _pools()
-
-
-@pytest.fixture
-def make_runtime(ray_session):
-    """Makes a runtime that is closed with the test."""
-    made: list[RayRuntime] = []
-
-    def make(specs, config, recorder, session: RaySession | None = None) -> RayRuntime:
-        made.append(RayRuntime(specs, config, recorder, session))
-        return made[-1]
-
-    yield make
-    for runtime in made:
-        runtime.close()

@@ -7,29 +7,16 @@ import ray
 from ray.exceptions import OwnerDiedError
 from ray_fakes import Fickle, Mortal, Scribe, Stillborn
 
-from actors.handles import RayHandle
 from contracts.errors import WeightsError, WorkerLostError
 from contracts.wire import encode_tree
-from pipeline.testing import fake_request, fake_version, fake_weights
+from pipeline.testing import fake_request, fake_weights
 from pipeline.workers.spec import WorkerSpec
-
-
-def stored(value) -> RayHandle:
-    handle = RayHandle("stored")
-    handle.keep(ray.put(value))
-    return handle
-
-
-def published(pool):
-    version = fake_version(0, fake_weights())
-    pool.publish(version, stored(encode_tree(fake_weights())))
-    return version
 
 
 def test_an_item_whose_worker_died_is_written_again_by_a_prepared_replacement(make_pool, tmp_path):
     mortal = make_pool(WorkerSpec(Mortal, (str(tmp_path / "died"), 1)), 1)
     prepared = mortal.pool.prepare("join", "prepared")
-    version = published(mortal.pool)
+    version = mortal.published(0)
     handles = [mortal.submit("generate", fake_request(0, item, version)) for item in range(3)]
     rollouts = mortal.finish(handles)
     oracle = Scribe(name="oracle")
@@ -45,11 +32,12 @@ def test_an_item_whose_worker_died_is_written_again_by_a_prepared_replacement(ma
     assert mortal.ask("history") == [(2, 0)]
 
 
-def test_a_call_that_kills_every_worker_ends_the_run(make_pool):
+def test_a_call_that_kills_every_worker_ends_the_run(make_pool, monkeypatch):
+    monkeypatch.setattr("actors.pool.MAX_LOSSES", 2)
     victims = make_pool(WorkerSpec(Scribe, ()), 1)
-    with pytest.raises(WorkerLostError, match=r"rollout-0.2 died at rollout.die\(\): 3 losses"):
+    with pytest.raises(WorkerLostError, match=r"rollout-0.1 died at rollout.die\(\): 2 losses"):
         victims.ask("die")
-    assert len(victims.recorder.of_kind("replace")) == 2
+    assert len(victims.recorder.of_kind("replace")) == 1
 
 
 def test_a_dead_trainer_is_not_replaced_since_its_state_died_with_it(make_pool):
@@ -100,7 +88,7 @@ def orphan() -> ray.ObjectRef:
 def test_a_finished_rollout_that_died_with_its_node_is_written_again_for_whoever_needs_it(make_pool):
     """A dead owner stands in for the node: in both cases the callee finds that its argument is gone."""
     scribe = make_pool(WorkerSpec(Scribe, ()), 1)
-    version = published(scribe.pool)
+    version = scribe.published(0)
     rollout = scribe.submit("generate", fake_request(0, 1, version))
     before = scribe.finish([rollout])[0]
     rollout.reference = orphan()

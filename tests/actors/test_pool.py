@@ -16,8 +16,7 @@ from contracts.errors import (
     VersionNotHeldError,
     WeightsError,
 )
-from contracts.wire import encode_tree
-from pipeline.testing import fake_request, fake_version, fake_weights
+from pipeline.testing import fake_request
 from pipeline.workers.spec import WorkerSpec
 
 
@@ -25,20 +24,6 @@ from pipeline.workers.spec import WorkerSpec
 def scribes(make_module_pool):
     """Two workers that no test of this module harms."""
     return make_module_pool(WorkerSpec(Scribe, ()), 2)
-
-
-def stored(value, name="stored") -> RayHandle:
-    handle = RayHandle(name)
-    handle.keep(ray.put(value))
-    return handle
-
-
-def published(pool, step, shift=0.0):
-    """Publish fake weights for ``step``, and return their version."""
-    weights = {"weights": fake_weights()["weights"] + np.float32(shift)}
-    version = fake_version(step, weights)
-    pool.publish(version, stored(encode_tree(weights), f"weights {step}"))
-    return version
 
 
 def test_a_worker_that_is_busy_is_passed_over(scribes):
@@ -84,7 +69,7 @@ def test_the_result_of_one_call_reaches_the_next_without_passing_through_this_pr
 
 
 def test_a_stored_value_is_sent_as_a_reference_to_every_worker(scribes):
-    tree = stored(np.ones(1000))
+    tree = scribes.stored(np.ones(1000))
     handle = scribes.submit("total", tree)
     assert handle.wire_arguments() == [tree.reference]
     assert scribes.finish([handle]) == [1000.0]
@@ -129,7 +114,7 @@ def test_a_result_asked_for_too_early_is_named(scribes):
 
 def test_a_wait_that_runs_out_names_what_was_waited_for_and_where_it_is(scribes):
     slow = [scribes.submit("rest", 1.0, "slow") for _ in range(2)]
-    version = published(scribes.pool, 0)
+    version = scribes.published(0)
     queued = scribes.submit("generate", fake_request(0, 3, version))
     with pytest.raises(DeadlineError, match=r"within 0.2 s.*generate\(fake/0/3\) \(queued; rollout-0 at rollout.rest"):
         scribes.waiter.wait([queued], 0.2)
@@ -138,7 +123,7 @@ def test_a_wait_that_runs_out_names_what_was_waited_for_and_where_it_is(scribes)
 
 def test_a_version_is_loaded_before_the_first_request_that_names_it_and_intents_rise(make_pool):
     only = make_pool(WorkerSpec(Scribe, ()), 1)
-    versions = [published(only.pool, step, shift=step) for step in (0, 1)]
+    versions = [only.published(step, shift=step) for step in (0, 1)]
     for step in (0, 0, 1, 0):
         rollout = only.ask("generate", fake_request(step, 0, versions[step]))
         assert rollout.provenance.version == versions[step]
@@ -147,7 +132,7 @@ def test_a_version_is_loaded_before_the_first_request_that_names_it_and_intents_
     assert [intent for intent, _ in loads] == sorted({intent for intent, _ in loads})
 
     # Published anew for the same step: the tree that it names now.
-    again = published(only.pool, 1, shift=7.0)
+    again = only.published(1, shift=7.0)
     assert only.ask("generate", fake_request(1, 0, again)).provenance.version == again
 
     only.pool.forget(frozenset({1}))
@@ -158,7 +143,7 @@ def test_a_version_is_loaded_before_the_first_request_that_names_it_and_intents_
 
 
 def test_a_worker_that_holds_the_version_is_preferred(scribes):
-    versions = [published(scribes.pool, step, shift=step) for step in (0, 1)]
+    versions = [scribes.published(step, shift=step) for step in (0, 1)]
     first = [scribes.submit("generate", fake_request(step, 0, versions[step])) for step in (0, 1)]
     writers = {step: rollout.provenance.worker for step, rollout in enumerate(scribes.finish(first))}
     for step in (1, 0, 1):
@@ -168,7 +153,7 @@ def test_a_worker_that_holds_the_version_is_preferred(scribes):
 
 def test_a_worker_that_does_not_hold_what_was_published_is_not_asked_to_write(make_pool):
     liar = make_pool(WorkerSpec(Forgetful, ()), 1)
-    version = published(liar.pool, 0)
+    version = liar.published(0)
     with pytest.raises(WeightsError, match=f"given weights {version} and acknowledged fake@0:0000"):
         liar.ask("generate", fake_request(0, 0, version))
 

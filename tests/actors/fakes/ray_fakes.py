@@ -13,7 +13,22 @@ from contracts.errors import ConfigError, StaleBatchError
 from contracts.roles import Tree
 from contracts.weights import WeightVersion
 from contracts.work import Rollout, RolloutRequest, TeacherTargets
+from pipeline.config import RunConfig, parse_config
 from pipeline.testing import FakeRolloutWorker, FakeTeacher
+
+
+def run_config(**runner: Any) -> RunConfig:
+    """The smallest config; keywords are settings of ``runner``."""
+    return parse_config(
+        {
+            "run": {"name": "fake"},
+            "task": {"name": "split", "prompt_length": 4, "completion_length": 4},
+            "teacher": {"steps": 1},
+            "diffusion": {"block_size": 2},
+            "training": {"steps": 3, "rows": 2, "micro_batches": 2},
+            "runner": {"rollout": {"count": 1}, "start_deadline": 60.0, "item_deadline": 60.0, **runner},
+        }
+    )
 
 
 class Scribe(FakeRolloutWorker):
@@ -45,6 +60,7 @@ class Scribe(FakeRolloutWorker):
         names = ("NPROC", "JAX_PLATFORMS", "OMP_NUM_THREADS", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
         return {name: os.environ[name] for name in names if name in os.environ} | {
             "platform": jax.devices()[0].platform,
+            "devices": str(jax.device_count()),
             "pid": str(os.getpid()),
         }
 
