@@ -1,5 +1,7 @@
 """What an actor asks of the cluster, the environment that its process gets, and where it refuses to run."""
 
+import os
+
 import pytest
 from ray_fakes import Scribe
 
@@ -13,6 +15,8 @@ RUNNER = RunnerSettings(visible_cores=3)
 
 @pytest.fixture
 def driver(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("JAX_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true")
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/some/cache")
