@@ -19,6 +19,7 @@ from pipeline.config import RunConfig
 from pipeline.data.prompts import pad_prompts
 from pipeline.data.tasks import CorpusTask
 from pipeline.groundwork import Groundwork, lay_groundwork, model_file
+from pipeline.models.config import DecoderConfig
 from pipeline.models.conversion import convert_to_block_diffusion
 from pipeline.models.decoder import Decoder
 from pipeline.models.gguf import load_gguf
@@ -36,27 +37,36 @@ Progress = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Preparation:
-    """What a run starts from.
+class StartingWeights:
+    """What training starts from.
 
     Attributes:
-      ground: everything that needed no weights.
-      parts: what workers are made from.
-      specs: how they are made.
-      teacher_tree, converted_tree, student_tree: weights in wire form: the teacher's, the student's right after the
-        conversion, and the student's at step 0.
+      teacher_config, student_config: the decoders' shapes.
+      teacher, converted, student: weights in wire form: the teacher's, the student's right after the conversion, and the
+        student's at step 0.
+      teacher_fingerprint: of the teacher's.
       teacher_report: how good the teacher is.
       seconds: by stage.
     """
 
-    ground: Groundwork
-    parts: Parts
-    specs: WorkerSpecs
-    teacher_tree: Tree
-    converted_tree: Tree
-    student_tree: Tree
+    teacher_config: DecoderConfig
+    student_config: DecoderConfig
+    teacher: Tree
+    converted: Tree
+    student: Tree
+    teacher_fingerprint: str
     teacher_report: TeacherReport
     seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What a run starts from: everything that needed no weights, the weights, and how workers are made."""
+
+    ground: Groundwork
+    weights: StartingWeights
+    parts: Parts
+    specs: WorkerSpecs
 
     def request(self, step: int, item: int, version: WeightVersion) -> RolloutRequest:
         """The request for one micro-batch: a pure function of the run, the step and the item."""
@@ -90,6 +100,11 @@ def prepare(config: RunConfig, folder: Path, progress: Progress) -> Preparation:
       LimbeckError: whatever `lay_groundwork` and `obtain_teacher` refuse.
     """
     ground = lay_groundwork(config, folder)
+    return assemble(ground, starting_weights(ground, progress), folder)
+
+
+def starting_weights(ground: Groundwork, progress: Progress) -> StartingWeights:
+    """The teacher, its conversion, and the student after its warm start."""
     seconds: dict[str, float] = {}
     started = time.perf_counter()
     teacher, report = obtain_teacher(ground, lambda done, total, **numbers: progress("teacher", done, total, **numbers))
@@ -97,27 +112,41 @@ def prepare(config: RunConfig, folder: Path, progress: Progress) -> Preparation:
 
     started = time.perf_counter()
     student = _convert(ground, teacher)
-    converted_tree = _wire(student)
+    converted = _wire(student)
     _warm_up(ground, student, lambda done, total, **numbers: progress("warm_start", done, total, **numbers))
     seconds["warm_start"] = time.perf_counter() - started
+    return StartingWeights(
+        teacher_config=teacher.config,
+        student_config=student.config,
+        teacher=_wire(teacher),
+        converted=converted,
+        student=_wire(student),
+        teacher_fingerprint=fingerprint(parameters(teacher)),
+        teacher_report=report,
+        seconds=seconds,
+    )
 
+
+def assemble(ground: Groundwork, weights: StartingWeights, folder: Path) -> Preparation:
+    """Workers' specs around given weights; runs that differ only in training settings may share the weights."""
+    config = ground.config
     parts = Parts(
         config=config,
         run_id=f"{config.run.name}-{config.digest()[:8]}",
-        teacher=teacher.config,
-        student=student.config,
+        teacher=weights.teacher_config,
+        student=weights.student_config,
         layout=ground.layout,
         stop_ids=ground.stop_ids,
         tokenizer=ground.tokenizer,
         task=ground.task,
-        teacher_fingerprint=fingerprint(parameters(teacher)),
+        teacher_fingerprint=weights.teacher_fingerprint,
     )
     specs = WorkerSpecs(
         rollout=WorkerSpec(RolloutWorker, (parts,)),
         teacher=WorkerSpec(TeacherWorker, (parts,)),
         trainer=WorkerSpec(TrainerWorker, (parts, str((folder / "checkpoints").absolute()))),
     )
-    return Preparation(ground, parts, specs, _wire(teacher), converted_tree, _wire(student), report, seconds)
+    return Preparation(ground, weights, parts, specs)
 
 
 def _convert(ground: Groundwork, teacher: Decoder) -> Decoder:

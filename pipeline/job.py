@@ -1,7 +1,7 @@
 """A run from prepared parts to its summary: load, measure, distil, measure again."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,32 +54,37 @@ def run_job(
     Raises:
       LimbeckError: whatever ends a run.
     """
-    job = _Job(preparation, runtime, recorder)
-    return job.run(folder, resume=resume)
+    return Job(preparation, runtime, recorder).run(folder, resume=resume)
 
 
-class _Job:
+class Job:
+    """The parts of a run, each to be called by itself in a study.
+
+    Args:
+      preparation, runtime, recorder: as in `run_job`.
+    """
+
     def __init__(self, preparation: Preparation, runtime: Runtime, recorder: Recorder):
         self.preparation = preparation
         self.config = preparation.ground.config
         self.runtime = runtime
         self.recorder = recorder
         self.evaluator = Evaluator(preparation.ground, runtime)
-        self.seconds = dict(preparation.seconds)
+        self.seconds = dict(preparation.weights.seconds)
         self.restored: dict[int, WeightVersion] = {}
 
     def run(self, folder: Path, *, resume: bool) -> Outcome:
         clock = _Stopwatch(self.seconds)
         with clock("load"):
-            version = self._load()
+            version = self.load()
         before = warmed = None
         if resume:
             with clock("load"):
-                version = self._restore()
+                version = self.restore()
         else:
             with clock("evaluation"):
                 before, warmed = self._measure_start(version)
-        loop = self._loop(version)
+        loop = self.loop(version, after_step=self._after_step)
         with clock("on_policy"):
             final = loop.run()
             self._ask("save")
@@ -90,10 +95,10 @@ class _Job:
         self.seconds |= {f"waited for {stage}": seconds for stage, seconds in loop.waited.items()}
         return Outcome(final, before, warmed, after, final.step * training.micro_batches * training.rows, self.seconds)
 
-    def _load(self) -> WeightVersion:
+    def load(self) -> WeightVersion:
         """Give every role its weights; returns version 0."""
-        teacher = self.runtime.put("teacher weights", self.preparation.teacher_tree)
-        student = self.runtime.put("student weights", self.preparation.student_tree)
+        teacher = self.runtime.put("teacher weights", self.preparation.weights.teacher)
+        student = self.runtime.put("student weights", self.preparation.weights.student)
         scorers = self.runtime.teacher.prepare("load", teacher)
         trainer = self.runtime.trainer.prepare("load", student)
         self._wait([*scorers, *trainer])
@@ -106,18 +111,18 @@ class _Job:
 
     def _measure_start(self, version: WeightVersion) -> tuple[StudentReport, StudentReport]:
         """The student right after the conversion, then at step 0: the same workers, other weights."""
-        tree = self.preparation.converted_tree
+        tree = self.preparation.weights.converted
         converted = replace(version, fingerprint=fingerprint(decode_tree(tree)))
         if converted == version:
             report = self.evaluator.report(version, diversity=True)
             return report, report
         self.runtime.rollout.publish(converted, self.runtime.put("converted weights", tree))
         before = self.evaluator.report(converted, diversity=False)
-        student = self.runtime.put("student weights", self.preparation.student_tree)
+        student = self.runtime.put("student weights", self.preparation.weights.student)
         self.runtime.rollout.publish(version, student)
         return before, self.evaluator.report(version, diversity=True)
 
-    def _restore(self) -> WeightVersion:
+    def restore(self) -> WeightVersion:
         """Bring the trainer to its newest checkpoint, and publish every version that a later step may be written by."""
         versions: list[WeightVersion] = self._ask("restore")
         for version in versions:
@@ -128,7 +133,8 @@ class _Job:
         self.restored = {version.step: version for version in versions}
         return versions[-1]
 
-    def _loop(self, version: WeightVersion) -> Loop:
+    def loop(self, version: WeightVersion, after_step: Callable[[WeightVersion], None]) -> Loop:
+        """The loop from this version to the last step."""
         training = self.config.training
         return Loop(
             request=self.preparation.request,
@@ -139,7 +145,7 @@ class _Job:
             steps=training.steps,
             micro_batches=training.micro_batches,
             deadline=self.config.runner.item_deadline,
-            after_step=self._after_step,
+            after_step=after_step,
             versions=self.restored,
         )
 
@@ -189,7 +195,7 @@ class _Stopwatch:
 
 def summarise(preparation: Preparation, outcome: Outcome) -> dict[str, Any]:
     """The figures of ``summary.json``; the recorder adds what it counted."""
-    teacher, after = preparation.teacher_report, outcome.after
+    teacher, after = preparation.weights.teacher_report, outcome.after
     sampler = preparation.ground.config.evaluation.sampler
     return {
         "teacher_accuracy": teacher.accuracy,

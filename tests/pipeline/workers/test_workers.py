@@ -38,8 +38,8 @@ def flipped(tree):
 
 
 def test_a_rollout_carries_the_fingerprint_of_the_arrays_held_not_of_the_version_claimed(prepared, workers):
-    held = workers.rollout.load(workers.version, flipped(prepared.student_tree), 2)
-    assert held.fingerprint == fingerprint(decode_tree(flipped(prepared.student_tree)))
+    held = workers.rollout.load(workers.version, flipped(prepared.weights.student), 2)
+    assert held.fingerprint == fingerprint(decode_tree(flipped(prepared.weights.student)))
     assert held.fingerprint != workers.version.fingerprint
     with pytest.raises(VersionNotHeldError, match=held.fingerprint):
         workers.rollout.generate(prepared.request(0, 0, workers.version))
@@ -48,9 +48,9 @@ def test_a_rollout_carries_the_fingerprint_of_the_arrays_held_not_of_the_version
 
 def test_the_newest_intent_wins_even_when_it_asks_for_an_older_version(prepared, workers):
     newer = replace(workers.version, step=7)
-    workers.rollout.load(newer, prepared.student_tree, 5)
-    assert workers.rollout.load(workers.version, prepared.student_tree, 4) == newer
-    assert workers.rollout.load(workers.version, prepared.student_tree, 6) == workers.version
+    workers.rollout.load(newer, prepared.weights.student, 5)
+    assert workers.rollout.load(workers.version, prepared.weights.student, 4) == newer
+    assert workers.rollout.load(workers.version, prepared.weights.student, 6) == workers.version
 
 
 def test_a_rollout_writes_what_the_uncached_oracle_writes_for_its_rows_keys(prepared, workers):
@@ -58,7 +58,7 @@ def test_a_rollout_writes_what_the_uncached_oracle_writes_for_its_rows_keys(prep
     rollout = workers.rollout.generate(request)
     model = with_parameters(
         abstract_decoder(prepared.parts.student),
-        {name: np.array(array) for name, array in decode_tree(prepared.student_tree).items()},
+        {name: np.array(array) for name, array in decode_tree(prepared.weights.student).items()},
     )
     oracle = decode_uncached(
         model,
@@ -77,7 +77,7 @@ def test_a_rollout_writes_what_the_uncached_oracle_writes_for_its_rows_keys(prep
 def test_the_targets_are_the_teachers_next_token_logits_at_every_weighted_slot(prepared, workers, numpy_decoder):
     rollout, targets = item(prepared, workers)
     logits_BWV = decode(targets.arrays["logits"])
-    weights = {name: np.array(array) for name, array in decode_tree(prepared.teacher_tree).items()}
+    weights = {name: np.array(array) for name, array in decode_tree(prepared.weights.teacher).items()}
     for row in range(rollout.clean.tokens_BL.shape[0]):
         length = int(rollout.clean.valid_BL[row].sum())
         tokens = rollout.clean.tokens_BL[row, :length]
@@ -97,7 +97,7 @@ def test_the_trainers_own_log_probabilities_are_those_of_the_rollout_at_lag_zero
 
 def test_other_weights_behind_the_right_step_show_as_a_gap(prepared, workers, tmp_path):
     honest = [item(prepared, workers, index) for index in range(2)]
-    other = {name: encode(np.array(decode(wire)) * np.float32(1.5)) for name, wire in prepared.student_tree.items()}
+    other = {name: encode(np.array(decode(wire)) * np.float32(1.5)) for name, wire in prepared.weights.student.items()}
     version = workers.trainer.load(other)
     for rollout, targets in honest:
         forged = replace(rollout, provenance=replace(rollout.provenance, version=version))
@@ -182,7 +182,7 @@ def test_a_window_with_a_missing_item_cannot_be_closed(prepared, workers):
 
 def test_a_teacher_worker_refuses_weights_that_are_not_the_runs_teacher(prepared, workers):
     with pytest.raises(WeightsError, match="this run's teacher"):
-        workers.teacher.load(flipped(prepared.teacher_tree))
+        workers.teacher.load(flipped(prepared.weights.teacher))
 
 
 def test_a_restored_trainer_goes_on_to_the_same_bits(prepared, workers):
