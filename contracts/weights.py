@@ -7,6 +7,7 @@ fingerprints mean equal weights, wherever and however sharded they are.
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +38,13 @@ class WeightVersion:
         return f"{self.run_id}@{self.step}:{base}{self.fingerprint}"
 
 
-def fingerprint(tree: Mapping[str, jax.typing.ArrayLike]) -> str:
+def fingerprint(tree: Mapping[str, Any]) -> str:
     """Fingerprint of a flat tree of arrays, 16 hex digits.
 
     Each of two 32-bit lanes is ``Σ mix32(bits_i XOR mix32(i XOR salt))`` modulo 2^32 over all elements of all leaves,
-    where ``bits_i`` are the element's bits zero-extended to 32, ``i`` its row-major index in the unsharded leaf, ``salt``
-    a hash of the leaf's name, shape, dtype and lane, and ``mix32`` murmur3's 32-bit finaliser. ``mix32`` is a nonlinear
+    where ``bits_i`` are the element's bits zero-extended to 32 (an element of 8 bytes counts as two, the lower half first),
+    ``i`` its row-major index in the unsharded leaf, ``salt`` a hash of the leaf's name, shape, dtype and lane, and
+    ``mix32`` murmur3's 32-bit finaliser. ``mix32`` is a nonlinear
     bijection: with a linear one, flipping the sign bits of two elements would cancel.
 
     Computed on the arrays' own device in one pass; the value does not depend on sharding, memory order or jit.
@@ -60,8 +62,11 @@ def fingerprint(tree: Mapping[str, jax.typing.ArrayLike]) -> str:
         return ""
     for name, leaf in tree.items():
         dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not (jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b") or dtype.kind == "c":
-            raise WeightsError(f"weights[{name!r}] is {type(leaf).__name__} of dtype {dtype}; expected a real array")
+        if dtype is None or not _has_whole_bytes(dtype):
+            raise WeightsError(
+                f"weights[{name!r}] is {type(leaf).__name__} of dtype {dtype}; expected a real or boolean array of 1, 2, "
+                "4 or 8 bytes an element"
+            )
     # Over 64-bit host leaves: split them here, since JAX would silently narrow them to 32 bits.
     words = {name: _as_words(leaf) for name, leaf in tree.items()}
     salts = {
@@ -70,6 +75,14 @@ def fingerprint(tree: Mapping[str, jax.typing.ArrayLike]) -> str:
     }
     lanes = _lane_sums(words, {name: jnp.asarray(value, dtype=jnp.uint32) for name, value in salts.items()})
     return "".join(f"{int(lane):08x}" for lane in jax.device_get(lanes))
+
+
+def _has_whole_bytes(dtype) -> bool:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return True
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits in (8, 16, 32, 64)
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits in (8, 16, 32, 64)
 
 
 def _as_words(leaf):
@@ -98,7 +111,7 @@ def _bits32(array: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _lane_sums(tree: dict[str, jax.Array], salts: dict[str, jax.Array]) -> jax.Array:
+def _lane_sums(tree: dict[str, Any], salts: dict[str, jax.Array]) -> jax.Array:
     total = jnp.zeros((LANES,), jnp.uint32)
     for name in sorted(tree):
         bits = _bits32(jnp.asarray(tree[name]))
