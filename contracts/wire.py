@@ -54,11 +54,11 @@ def encode(array) -> WireArray:
 
 def decode(wire: WireArray) -> np.ndarray:
     """The array that `encode` was given, as a (possibly read-only) view of the same bytes."""
-    if wire.dtype in _EXTENSION_DTYPES:
-        return wire.bits.view(_EXTENSION_DTYPES[wire.dtype])
-    if wire.bits.dtype.name != wire.dtype:
+    dtype = _EXTENSION_DTYPES.get(wire.dtype)
+    carried = wire.dtype if dtype is None else np.dtype(_UNSIGNED[dtype.itemsize]).name
+    if wire.bits.dtype.name != carried:
         raise WeightsError(f"wire array says dtype {wire.dtype} but carries {wire.bits.dtype}; encode it with `encode`")
-    return wire.bits
+    return wire.bits if dtype is None else wire.bits.view(dtype)
 
 
 def encode_tree(tree: Mapping[str, object]) -> dict[str, WireArray]:
