@@ -139,6 +139,7 @@ def assemble(ground: Groundwork, weights: StartingWeights, folder: Path) -> Prep
         stop_ids=ground.stop_ids,
         tokenizer=ground.tokenizer,
         task=ground.task,
+        prompts_digest=ground.source.digest,
         teacher_fingerprint=weights.teacher_fingerprint,
     )
     specs = WorkerSpecs(

@@ -265,8 +265,9 @@ class RunConfig(Settings):
         return self
 
     def digest(self) -> str:
-        """16 hex digits over every setting that can change the result."""
-        decisive = self.model_dump(mode="json", exclude={"run": {"name", "folder", "cache"}, "runner": True})
+        """16 hex digits over every setting that can change the result; prompts count by content, not by path."""
+        elsewhere = {"run": {"name", "folder", "cache"}, "task": {"prompts"}, "runner": True}
+        decisive = self.model_dump(mode="json", exclude=elsewhere)
         decisive["runner"] = {"visible_cores": self.runner.visible_cores}
         return _digest(decisive)
 

@@ -24,6 +24,7 @@ class Parts:
       layout: how completions are cut into blocks.
       stop_ids: tokens that end a completion, the same for teacher and student.
       tokenizer, task: ids to text, and the checker.
+      prompts_digest: of the training prompts.
       teacher_fingerprint: of the one teacher of this run.
     """
 
@@ -35,6 +36,7 @@ class Parts:
     stop_ids: tuple[int, ...]
     tokenizer: Tokenizer
     task: Task
+    prompts_digest: str
     teacher_fingerprint: str
 
     @property

@@ -169,6 +169,7 @@ class TrainerWorker:
             "config": self._parts.config.digest(),
             "teacher": self._parts.teacher_fingerprint,
             "tokenizer": self._parts.tokenizer.digest,
+            "prompts": self._parts.prompts_digest,
         }
 
     def _publish_version(self) -> WeightVersion:
