@@ -85,6 +85,16 @@ def test_value_and_gradient_equal_sixty_digit_arithmetic(beta):
         np.testing.assert_allclose(gradient, expected_gradient, atol=2e-4 * np.abs(expected_gradient).max())
 
 
+@pytest.mark.parametrize("beta", [0.5, 1.0])
+def test_the_gradient_of_a_student_that_is_almost_sure_does_not_cancel(beta):
+    t, s = rows(1.0)
+    s[:, 3] = t.max() + 18  # its probability is 1 to seven digits: its slope and the mean slope are equal to as many
+    gradients = np.asarray(compiled(jsd(beta))(t, s)[1], np.float64)
+    for row, gradient in enumerate(gradients):
+        expected = exact(beta, t[row], s[row])[1]
+        np.testing.assert_allclose(gradient, expected, atol=1e-4 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_the_gradient_equals_finite_differences_of_a_float64_oracle(beta):
     t, s = (side.astype(np.float64) for side in rows(1.0, seed=1))
