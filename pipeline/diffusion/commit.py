@@ -64,8 +64,7 @@ def propose(
     noisy_BSV = log_probs_BSV
     if keys_B is not None:
         slots, width = logits_BSV.shape[1:]
-        # Mode "high" resolves the upper tail too, where the winner of a large vocabulary is decided.
-        noisy_BSV += jax.vmap(lambda key: jax.random.gumbel(key, (slots, width), jnp.float32, mode="high"))(keys_B)
+        noisy_BSV += jax.vmap(lambda key: jax.random.gumbel(key, (slots, width), jnp.float32))(keys_B)
     tokens_BS = jnp.argmax(noisy_BSV, axis=-1).astype(jnp.int32)
     chosen_BS = jnp.take_along_axis(log_probs_BSV, tokens_BS[:, :, None], axis=-1)[:, :, 0]
     sure_BS = chosen_BS if confidence == "proposed" else jnp.max(log_probs_BSV, axis=-1)
@@ -112,8 +111,13 @@ _RULES: dict[CommitRule, Callable] = {
 }
 
 
+def rule_index(rule: CommitRule) -> int:
+    """The number under which `slots_to_commit` takes a traced rule."""
+    return list(_RULES).index(rule)
+
+
 def slots_to_commit(
-    rule: CommitRule,
+    rule: CommitRule | Int[Array, ""],
     value: Scalar,
     confidences_BS: Float[Array, "B S"],
     unresolved_BS: Bool[Array, "B S"],
@@ -130,7 +134,7 @@ def slots_to_commit(
     block of S slots takes at most S steps.
 
     Args:
-      rule: which of the four.
+      rule: which of the four, by name, or traced as its `rule_index`.
       value: τ, the number of steps, or f; may be traced.
       confidences_BS: ``[B, S]`` in [0, 1]; ignored where resolved.
       unresolved_BS: bool ``[B, S]``, the slots that may be committed.
@@ -141,4 +145,7 @@ def slots_to_commit(
 
     Source: threshold and factor after Wu et al. 2025, Fast-dLLM (arXiv:2505.22618), section 3.3.
     """
-    return unresolved_BS & _RULES[rule](value, confidences_BS, unresolved_BS, step)
+    if isinstance(rule, str):
+        return unresolved_BS & _RULES[rule](value, confidences_BS, unresolved_BS, step)
+    chosen_BS = jax.lax.switch(rule, list(_RULES.values()), value, confidences_BS, unresolved_BS, step)
+    return unresolved_BS & chosen_BS

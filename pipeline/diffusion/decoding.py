@@ -18,6 +18,7 @@ from jaxtyping import Array, Int, Key
 from contracts.errors import BatchValueError
 from contracts.work import SamplerSettings
 from pipeline.diffusion.blocks import BlockLayout
+from pipeline.diffusion.commit import rule_index
 from pipeline.diffusion.decoded import Decoded
 from pipeline.diffusion.denoising import BlockRollout, RolloutState
 from pipeline.models.decoder import Decoder
@@ -57,9 +58,9 @@ def decode(
       prompt_lengths_B: int32 ``[B]``, in [1, P].
       row_keys_B: from `row_keys`; unused by a greedy sampler.
       layout: blocks, alignment and budget; static.
-      sampler: commit rule, temperature, confidence. Only the rule, greedy or not, and the kind of confidence are
-        compiled in; a sweep over values and temperatures compiles once.
-      stop_ids: tokens that end a row; static.
+      sampler: commit rule, temperature, confidence. Greedy or not, and the kind of confidence, are compiled in; a sweep
+        over rules, values and temperatures compiles once.
+      stop_ids: tokens that end a row.
       block_limit: end every row after this many blocks (for measuring); None is no limit.
 
     Returns:
@@ -99,14 +100,17 @@ def decode_blocks(
         model, prompt_tokens_BP, prompt_lengths_B, row_keys_B, layout, sampler, stop_ids, None
     )
     state = _begin(rollout, prompt_tokens_BP)
-    yield _finish(rollout, state)
     lengths = cache_lengths(layout)
     for length in lengths:
         state = state.with_cache_length(length)
-        while not state.ended_B.all() and (length == lengths[-1] or rollout.has_room(state)):
-            state = _denoise(rollout, state) if state.pending_B.any() else _advance(rollout, state)
-            if every == "step" or not state.pending_B.any():
+        while length == lengths[-1] or rollout.has_room(state):
+            state = _decide(rollout, state)
+            pending, ended = bool(state.pending_B.any()), bool(state.ended_B.all())
+            if every == "step" or not pending:
                 yield _finish(rollout, state)
+            if ended:
+                return
+            state = _denoise(rollout, state) if pending else _advance(rollout, state)
 
 
 def _prepare(model, prompt_tokens_BP, prompt_lengths_B, row_keys_B, layout, sampler, stop_ids, block_limit):
@@ -120,60 +124,56 @@ def _prepare(model, prompt_tokens_BP, prompt_lengths_B, row_keys_B, layout, samp
         model=model,
         prompt_lengths_B=jnp.asarray(prompt_lengths_B, jnp.int32),
         keys_B=row_keys_B,
+        rule=jnp.int32(rule_index(sampler.rule)),
         value=jnp.float32(sampler.value),
         temperature=jnp.float32(sampler.temperature),
+        stop_ids_K=jnp.asarray(stop_ids, jnp.int32),
         block_limit=jnp.int32(layout.max_blocks if block_limit is None else block_limit),
         layout=layout,
-        rule=sampler.rule,
         greedy=sampler.temperature == 0,
         confidence=sampler.confidence,
-        stop_ids=tuple(stop_ids),
     )
     return rollout, jnp.asarray(prompt_tokens_BP, jnp.int32)
 
 
-def _denoise_while_pending(rollout: BlockRollout, state: RolloutState) -> RolloutState:
-    return jax.lax.while_loop(lambda state: jnp.any(state.pending_B), rollout.denoise, state)
-
-
 @jax.jit
 def _decode(rollout: BlockRollout, prompt_tokens_BP: Array) -> Decoded:
+    def decide_and_denoise(carry: tuple[RolloutState, Array]) -> tuple[RolloutState, Array]:
+        state = rollout.decide(carry[0])
+        pending = jnp.any(state.pending_B)
+        if rollout.layout.is_causal:
+            return state, pending
+        # The conditional hands out only what changes: passing the cache through it would copy it.
+        hidden_BSD = jax.lax.cond(
+            pending, lambda state: rollout.denoise(state).hidden_BSD, lambda state: state.hidden_BSD, state
+        )
+        return state._replace(hidden_BSD=hidden_BSD, seeding=jnp.bool_(False)), pending
+
+    def resolve_block(state: RolloutState) -> RolloutState:
+        state, _ = jax.lax.while_loop(lambda carry: carry[1], decide_and_denoise, (state, jnp.bool_(True)))
+        return state
+
+    def next_block(state: RolloutState) -> RolloutState:
+        state = resolve_block(state)
+        nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(rollout.predict_next, state))
+        over = jnp.all(state.ended_B)
+        predicted = jax.lax.cond(over, lambda state: nothing, rollout.predict_next, state)
+        return rollout.enter_next(state, *predicted)
+
     state = rollout.begin(prompt_tokens_BP)
     lengths = cache_lengths(rollout.layout)
-    for length in lengths:
-
-        def goes_on(state: RolloutState, last: bool = length == lengths[-1]) -> Array:
-            alive = ~jnp.all(state.ended_B)
-            return alive if last else alive & rollout.has_room(state)
-
-        def finish_block(state: RolloutState) -> RolloutState:
-            if not rollout.layout.is_causal:
-                state = _denoise_while_pending(rollout, state)
-            return jax.lax.cond(jnp.all(state.ended_B), lambda state: state, rollout.advance, state)
-
-        state = state.with_cache_length(length)
-        if rollout.layout.max_blocks == 1:
-            state = _denoise_while_pending(rollout, state)
-        else:
-            state = jax.lax.while_loop(goes_on, finish_block, state)
+    for length in lengths[:-1]:
+        state = jax.lax.while_loop(rollout.has_room, next_block, state.with_cache_length(length))
+    state = state.with_cache_length(lengths[-1])
+    if rollout.layout.max_blocks == 1:
+        state = resolve_block(state)
+    else:
+        state = jax.lax.while_loop(lambda state: ~jnp.all(state.ended_B), next_block, state)
     return rollout.finish(state)
 
 
-@jax.jit
-def _begin(rollout: BlockRollout, prompt_tokens_BP: Array) -> RolloutState:
-    return rollout.begin(prompt_tokens_BP)
-
-
-@jax.jit
-def _denoise(rollout: BlockRollout, state: RolloutState) -> RolloutState:
-    return rollout.denoise(state)
-
-
-@jax.jit
-def _advance(rollout: BlockRollout, state: RolloutState) -> RolloutState:
-    return rollout.advance(state)
-
-
-@jax.jit
-def _finish(rollout: BlockRollout, state: RolloutState) -> Decoded:
-    return rollout.finish(state)
+_begin = jax.jit(lambda rollout, prompt_tokens_BP: rollout.begin(prompt_tokens_BP))
+_decide = jax.jit(lambda rollout, state: rollout.decide(state))
+_denoise = jax.jit(lambda rollout, state: rollout.denoise(state))
+_advance = jax.jit(lambda rollout, state: rollout.enter_next(state, *rollout.predict_next(state)))
+_finish = jax.jit(lambda rollout, state: rollout.finish(state))

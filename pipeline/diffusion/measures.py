@@ -1,5 +1,6 @@
 """What is reported about a decoder: how many tokens a forward pass yields, how rows end, and accuracy at that speed."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -100,6 +101,6 @@ def accuracy_under_parallelism(
         return y * min(math.exp(-penalty * (1.0 - y / best_accuracy)), 1.0)
 
     area = kept[0][0] * kept[0][1]
-    for (left, y_left), (right, y_right) in zip(kept[:-1], kept[1:], strict=True):
+    for (left, y_left), (right, y_right) in itertools.pairwise(kept):
         area += 0.5 * (right - left) * (weighted(y_right) + weighted(y_left))
     return area
