@@ -31,6 +31,24 @@ def run_config(**runner: Any) -> RunConfig:
     )
 
 
+def tiny_config(folder: Path, **sections: Any) -> RunConfig:
+    """A config of a real run that takes seconds; keywords are whole sections."""
+    return parse_config(
+        {
+            "run": {"name": "tiny", "folder": str(folder), "cache": str(folder / "cache")},
+            "task": {"name": "split", "prompt_length": 3, "completion_length": 6},
+            "model": {"width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 32},
+            "teacher": {"steps": 2, "rows": 8},
+            "diffusion": {"block_size": 3},
+            "rollout": {"rule": "static", "value": 2},
+            "training": {"steps": 2, "rows": 2, "micro_batches": 2},
+            "evaluation": {"rows": 4, "batch": 4, "diversity_samples": 1, "diversity_prompts": 1},
+            "runner": {"rollout": {"count": 1}, "start_deadline": 120.0, "item_deadline": 120.0},
+            **sections,
+        }
+    )
+
+
 class Scribe(FakeRolloutWorker):
     """A fake student that can be told to sleep, raise, die, or look around."""
 
