@@ -214,6 +214,29 @@ def test_a_row_alone_equals_the_row_in_a_padded_batch(layout):
         np.testing.assert_allclose(alone[0], batch[row], atol=1e-5)
 
 
+def test_a_row_of_weight_zero_is_a_row_removed():
+    layout = FEW[0]
+    case = draw_case(layout, 8)
+    inputs = inputs_of(case)
+    weights = jnp.asarray(generated(layout, case) * np.array([1, 1, 0, 1])[:, None], jnp.float32)
+
+    @jax.jit
+    def sums(model, inputs, weights):
+        def loss(model):
+            log_p = jax.nn.log_softmax(student_logits_fn(layout)(model, inputs))
+            return -jnp.sum(log_p[:, :, 3] * weights)
+
+        return jax.value_and_grad(loss)(model)
+
+    kept = jnp.array([0, 1, 3])
+    masked, removed = (
+        sums(build(), inputs, weights),
+        sums(build(), jax.tree.map(lambda x: x[kept], inputs), weights[kept]),
+    )
+    for one, other in zip(jax.tree.leaves(masked), jax.tree.leaves(removed), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
 @pytest.mark.parametrize("alignment", ["same_position", "shifted"])
 def test_a_corrupted_context_is_one_canvas_with_the_noise_of_every_block(numpy_decoder, alignment):
     layout = layout_of(3, 7, "sequence", alignment, context="corrupted")
