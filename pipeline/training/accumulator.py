@@ -42,7 +42,7 @@ class GradientAccumulator:
 
     def add(self, gradients: Arrays, window: MetricSums) -> "GradientAccumulator":
         """Adds one micro-batch."""
-        finite = all_finite(gradients) & jnp.isfinite(primary_sum(window))
+        finite = jnp.isfinite(global_norm(gradients)) & jnp.isfinite(primary_sum(window))
         first = jnp.where(finite | (self.first_non_finite != NO_MICRO_BATCH), self.first_non_finite, self.micro_batches)
         return GradientAccumulator(
             gradients={name: total + gradients[name].astype(jnp.float32) for name, total in self.gradients.items()},
@@ -56,23 +56,19 @@ class GradientAccumulator:
         return GradientAccumulator.empty(self.gradients, self.window)
 
 
-def mean_gradients(gradients: Arrays, window: MetricSums) -> Arrays:
-    """Divides Σ∇ by what the logged loss is divided by: `max(Σdenominator + eps, min_denom)`.
+def mean_scale(window: MetricSums) -> jax.Array:
+    """What Σ∇ is multiplied by: `1 / max(Σdenominator + eps, min_denom)`, the divisor of the logged loss.
 
     Args:
-        gradients: Σ∇, floating.
         window: The window's sums; its primary loss gives the denominator and its bounds.
 
     Returns:
-        float32 gradients; exactly 0 where Σdenominator is 0, whatever Σ∇ is.
+        float32 scalar; exactly 0 where Σdenominator is 0.
     """
     loss = window[PRIMARY_LOSS]
     divisor = loss.count if isinstance(loss, ScalarMean) else loss.bounded_denominator()
     empty = (total_denominator(window) == 0) | (divisor == 0)
-    safe = jnp.where(empty, jnp.float32(1), divisor)
-    return {
-        name: jnp.where(empty, jnp.float32(0), total.astype(jnp.float32) / safe) for name, total in gradients.items()
-    }
+    return jnp.where(empty, jnp.float32(0), jnp.float32(1) / jnp.where(empty, jnp.float32(1), divisor))
 
 
 def total_denominator(window: MetricSums) -> jax.Array:
@@ -87,11 +83,13 @@ def primary_sum(window: MetricSums) -> jax.Array:
     return loss.unreduced_sum if isinstance(loss, WeightedMetric) else loss.total
 
 
-def all_finite(arrays: Arrays) -> jax.Array:
-    """Whether no element of any array is NaN or infinite; a boolean scalar, on device."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(array)) for array in arrays.values()]))
-
-
 def global_norm(arrays: Arrays) -> jax.Array:
-    """`sqrt(Σ x²)` over all elements, float32."""
-    return jnp.sqrt(jnp.sum(jnp.stack([jnp.sum(jnp.square(array.astype(jnp.float32))) for array in arrays.values()])))
+    """`sqrt(Σ x²)` over all elements, float32; not finite if any element is not, or if the sum overflows.
+
+    A full contraction, not a reduction of squares: it never holds the squares, and leaves shardings alone.
+    """
+    square = jnp.float32(0)
+    for array in arrays.values():
+        exact = array.astype(jnp.float32)
+        square = square + jnp.tensordot(exact, exact, axes=exact.ndim, precision="highest")
+    return jnp.sqrt(square)

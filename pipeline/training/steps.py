@@ -11,9 +11,8 @@ from contracts.losses import MetricSums, close_window
 from pipeline.training.accumulator import (
     NO_MICRO_BATCH,
     GradientAccumulator,
-    all_finite,
     global_norm,
-    mean_gradients,
+    mean_scale,
     primary_sum,
     total_denominator,
 )
@@ -31,7 +30,7 @@ class Outcome:
         metrics: Every metric divided once, float32; the loss under `loss`.
         denominator: Σdenominator of the loss.
         gradient_norm: Norm of the mean gradients, float32.
-        finite: Whether loss and gradients were finite.
+        finite: Whether loss and gradient norm were finite; a norm that overflows float32 is not.
         first_non_finite: Index of the first micro-batch that was not, if it is known; else −1.
     """
 
@@ -85,17 +84,20 @@ class TrainingSteps:
         window: MetricSums,
         first_non_finite: jax.Array | None = None,
     ) -> tuple[Arrays, Any, Outcome]:
-        means = mean_gradients(gradients, window)
-        cast = {name: mean.astype(trainable[name].dtype) for name, mean in means.items()}
-        denominator = total_denominator(window)
-        finite = all_finite(cast) & jnp.isfinite(primary_sum(window)) & jnp.isfinite(denominator)
+        denominator, scale = total_denominator(window), mean_scale(window)
+        means = {
+            name: (total.astype(jnp.float32) * scale).astype(trainable[name].dtype) for name, total in gradients.items()
+        }
+        weighted = denominator != 0
+        norm = jnp.where(weighted, global_norm(gradients) * scale, jnp.float32(0))
+        finite = jnp.isfinite(norm) & jnp.isfinite(primary_sum(window)) & jnp.isfinite(denominator)
         trainable, optimizer_state = apply_optimizer(
-            self.optimizer, cast, optimizer_state, trainable, finite & (denominator != 0)
+            self.optimizer, means, optimizer_state, trainable, finite & weighted
         )
         outcome = Outcome(
             metrics=close_window(window),
             denominator=denominator,
-            gradient_norm=global_norm(means),
+            gradient_norm=norm,
             finite=finite,
             first_non_finite=jnp.int32(NO_MICRO_BATCH) if first_non_finite is None else first_non_finite,
         )
