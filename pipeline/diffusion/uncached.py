@@ -61,11 +61,9 @@ def decode_uncached(
                 columns_BS[row] = [min(max(i - shift, 0), layout.length - 1) for i in slots[row]]
             purpose = Purpose.SEED if seeding else Purpose.PROPOSAL
             keys_B = None if sampler.temperature == 0 else fold(row_keys_B, int(purpose), block, step)
-            tokens, ids = jnp.asarray(tokens_BL), (jnp.asarray(prompts, jnp.int32), jnp.asarray(valid_BL))
-            logits_BSV = canvas_logits(model, tokens, *ids, jnp.asarray(columns_BS), layout)
-            proposal = jax.device_get(
-                propose(logits_BSV, keys_B, sampler.temperature, layout.mask_id, sampler.confidence)
-            )
+            logits_BSV = canvas_logits(model, tokens_BL, np.asarray(prompts, np.int32), valid_BL, columns_BS, layout)
+            proposal = _propose(logits_BSV, keys_B, sampler.temperature, layout.mask_id, sampler.confidence)
+            proposal = jax.device_get(proposal)
             for row in alive:
                 undecided = seeds[row] if seeding else open_slots[row]
                 if not undecided:
@@ -82,7 +80,7 @@ def decode_uncached(
                 seeds = {row: [] for row in alive}
             else:
                 step += 1
-        alive = {row for row in alive if not answer[row] or answer[row][-1] < prompts[row] + budget - 1}
+        alive = {row for row in alive if answer[row][-1] < prompts[row] + budget - 1}
 
     length_B, stopped_B = np.zeros(rows, np.int32), np.zeros(rows, np.bool_)
     for row, prompt in enumerate(prompts):
@@ -93,16 +91,12 @@ def decode_uncached(
     return Decoded(tokens_BL, steps_BC, log_probs_BC, length_B, ~stopped_B, forwards_B, np.zeros(rows, np.int32))
 
 
+_propose = jax.jit(propose, static_argnames=("mask_id", "confidence"))
+
+
 @jax.jit(static_argnames="layout")
-def canvas_logits(
-    model: Decoder,
-    tokens_BL: Int[Array, "B L"],
-    prompt_lengths_B: Int[Array, "B"],
-    valid_BL: Array,
-    columns_BS: Int[Array, "B S"],
-    layout: BlockLayout,
-) -> Array:
-    """Logits ``[B, S, V]`` of S columns per row, from a forward pass over the whole canvas."""
+def canvas_logits(model, tokens_BL, prompt_lengths_B, valid_BL, columns_BS, layout: BlockLayout) -> Array:
+    """Float32 logits ``[B, S, V]`` of S columns per row, from a forward pass over the whole canvas ``[B, L]``."""
     hidden_BLD = model.hidden(tokens_BL, sequence_ids(layout, prompt_lengths_B, valid_BL))
     return model.head(jnp.take_along_axis(hidden_BLD, columns_BS[:, :, None], axis=1))
 
