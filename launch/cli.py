@@ -14,12 +14,14 @@ import tyro
 from launch.shadow import shadowed_here
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    import rich.console
 
-    from launch.outcome import Outcome
-    from pipeline.config import RunConfig
+    import launch.outcome
+    import pipeline.config
+
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
+PIPED_WIDTH = 120
 Overrides = dict[str, str]
 
 
@@ -96,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from launch.outcome import Outcome
     from launch.overrides import split_overrides
 
-    console = Console(stderr=False)
+    console = Console()
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
     with Outcome(Console(stderr=True)) as outcome:
         others, overrides = split_overrides(sys.argv[1:] if arguments is None else list(arguments))
         command = tyro.cli(
@@ -109,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _RUN[type(command)](command, overrides, console, outcome)
 
 
-def _run(command: Run, overrides: Overrides, console: "Console", outcome: "Outcome") -> None:
+def _run(
+    command: Run, overrides: Overrides, console: "rich.console.Console", outcome: "launch.outcome.Outcome"
+) -> None:
     from launch.run import check_input, run
 
     config = resolve(command, overrides)
@@ -124,7 +130,7 @@ def _run(command: Run, overrides: Overrides, console: "Console", outcome: "Outco
     run(config, outcome, console, resume=command.resume, overwrite=command.overwrite)
 
 
-def resolve(command: Run, overrides: Overrides) -> "RunConfig":
+def resolve(command: Run, overrides: Overrides) -> "pipeline.config.RunConfig":
     """The settings a command line asks for: the recipe or file, then the flags, then the dotted overrides.
 
     Raises:
@@ -148,7 +154,9 @@ def resolve(command: Run, overrides: Overrides) -> "RunConfig":
     return parse_config(apply_overrides(recipe.tree, {**given_flags, **overrides}))
 
 
-def _recipes(command: Recipes, overrides: Overrides, console: "Console", outcome: "Outcome") -> None:
+def _recipes(
+    command: Recipes, overrides: Overrides, console: "rich.console.Console", outcome: "launch.outcome.Outcome"
+) -> None:
     from launch.listing import print_recipe, print_recipes
 
     if command.name is None:
@@ -158,20 +166,26 @@ def _recipes(command: Recipes, overrides: Overrides, console: "Console", outcome
         print_recipe(console, command.name, overrides)
 
 
-def _doctor(command: Doctor, overrides: Overrides, console: "Console", outcome: "Outcome") -> None:
+def _doctor(
+    command: Doctor, overrides: Overrides, console: "rich.console.Console", outcome: "launch.outcome.Outcome"
+) -> None:
     from launch.doctor import examine
 
     _no_overrides(overrides, "doctor")
     raise SystemExit(examine(console, command.runner, command.ray_address))
 
 
-def _eval(command: Eval, overrides: Overrides, console: "Console", outcome: "Outcome") -> None:
+def _eval(
+    command: Eval, overrides: Overrides, console: "rich.console.Console", outcome: "launch.outcome.Outcome"
+) -> None:
     from launch.evaluate import evaluate
 
     evaluate(console, command.run, overrides)
 
 
-def _generate(command: Generate, overrides: Overrides, console: "Console", outcome: "Outcome") -> None:
+def _generate(
+    command: Generate, overrides: Overrides, console: "rich.console.Console", outcome: "launch.outcome.Outcome"
+) -> None:
     from launch.generate import generate
 
     generate(console, command.run, command.prompt, overrides, delay=command.delay)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,6 +19,7 @@ BAR_WIDTH = 28
 SPARK_WIDTH = 28
 
 
+@runtime_checkable
 class Display(Protocol):
     """A recorder that also hears of stages, and is open while a run runs."""
 

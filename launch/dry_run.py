@@ -1,6 +1,6 @@
 """`limbeck run --dry-run`: everything that can be checked is checked, and what would happen is said."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -9,12 +9,10 @@ from rich.table import Table
 
 from launch.folder import RunFolder, dump
 from launch.report import rule_label
-
-if TYPE_CHECKING:
-    from pipeline.config import RoleSettings, RunConfig
+from pipeline.config import RoleSettings, RunConfig
 
 
-def print_plan(console: Console, config: "RunConfig", ground: Any) -> None:
+def print_plan(console: Console, config: RunConfig, ground: Any) -> None:
     """Print the resolved settings and the plan of a run that has been checked.
 
     Args:
@@ -34,7 +32,7 @@ def print_plan(console: Console, config: "RunConfig", ground: Any) -> None:
     console.print("Every check passed. Nothing was started or written.")
 
 
-def _plan(config: "RunConfig", ground: Any):
+def _plan(config: RunConfig, ground: Any):
     training, runner = config.training, config.runner
     rows = training.steps * training.micro_batches * training.rows
     counts = ", ".join(f"{len(prompts)} {split}" for split, prompts in ground.splits.items())
@@ -59,14 +57,14 @@ def _plan(config: "RunConfig", ground: Any):
         yield f"  {role}", _workers(getattr(runner, role), runner.kind)
 
 
-def _teacher(config: "RunConfig", ground: Any) -> str:
+def _teacher(config: RunConfig, ground: Any) -> str:
     shape = f"{ground.teacher.layers} layers of width {ground.teacher.width}, vocabulary {ground.teacher.vocab_size}"
     if config.model.source != "fresh":
         return f"{shape}, from {config.model.path}"
     return f"{shape}, trained for {config.teacher.steps} steps unless cached ({config.teacher_digest()})"
 
 
-def _workers(role: "RoleSettings", kind: str) -> str:
+def _workers(role: RoleSettings, kind: str) -> str:
     if kind == "inline":
         return f"{role.count}"
     gpus = f", {role.num_gpus:g} GPUs" if role.num_gpus else ""

@@ -4,12 +4,9 @@ import os
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from contracts.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pipeline.config import RunConfig
+from pipeline.config import RunConfig
 
 CACHE_VARIABLES = (
     "JAX_COMPILATION_CACHE_DIR",
@@ -19,7 +16,7 @@ CACHE_VARIABLES = (
 """Forwarded to workers on other machines too, where nothing is inherited."""
 
 
-def driver_environment(config: "RunConfig") -> dict[str, str]:
+def driver_environment(config: RunConfig) -> dict[str, str]:
     """The variables that a run decides.
 
     `NPROC`: XLA splits reductions by the number of cores it sees, so that number is part of the result. The driver of a
@@ -66,7 +63,7 @@ def quiet_defaults(*, starts_ray: bool) -> dict[str, str]:
     }
 
 
-def apply(config: "RunConfig", environ: MutableMapping[str, str] = os.environ) -> None:
+def apply(config: RunConfig, environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the environment of a run, before JAX computes anything.
 
     Raises:

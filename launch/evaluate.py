@@ -1,20 +1,14 @@
 """`limbeck eval`: a student measured again."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from launch.report import NOTHING, rule_label
-from launch.trained import load_student, open_run
-
-if TYPE_CHECKING:
-    from launch.trained import Student
-    from pipeline.evaluation import StudentReport
-    from pipeline.inline import InlinePool, InlineWaiter
+from launch.trained import Student, load_student, open_run
+from pipeline.evaluation import StudentReport
 
 
 def evaluate(console: Console, run: str, overrides: Mapping[str, str]) -> None:
@@ -50,22 +44,21 @@ def evaluate(console: Console, run: str, overrides: Mapping[str, str]) -> None:
     console.print(table, highlight=False)
 
 
-@dataclass(frozen=True)
-class Bench:
-    """As much of a runtime as evaluation needs: the student alone, in this process."""
+class Absent:
+    """A role that evaluation has no work for."""
 
-    rollout: "InlinePool"
-    waiter: "InlineWaiter"
+    def __init__(self, *, name: str):
+        self.name = name
 
 
-def measure(student: "Student") -> "StudentReport":
+def measure(student: Student) -> StudentReport:
     """Every figure of a student, decoded in this process."""
     from contracts.wire import encode_tree
     from pipeline.evaluation import Evaluator
-    from pipeline.inline import InlinePool, InlineWaiter, stored_handle
+    from pipeline.inline import InlineRuntime
     from pipeline.workers.parts import Parts
     from pipeline.workers.rollout import RolloutWorker
-    from pipeline.workers.spec import WorkerSpec
+    from pipeline.workers.spec import WorkerSpec, WorkerSpecs
 
     ground = student.ground
     parts = Parts(
@@ -77,11 +70,14 @@ def measure(student: "Student") -> "StudentReport":
         stop_ids=ground.stop_ids,
         tokenizer=ground.tokenizer,
         task=ground.task,
+        prompts_digest=ground.source.digest,
         teacher_fingerprint="",
     )
-    pool = InlinePool("rollout", WorkerSpec(RolloutWorker, (parts,)), 1)
-    pool.publish(student.version, stored_handle("student weights", encode_tree(dict(student.weights))))
-    return Evaluator(ground, Bench(pool, InlineWaiter((pool,)))).report(student.version, diversity=True)  # pyright: ignore[reportArgumentType] - evaluation asks for no other part
+    absent = WorkerSpec(Absent, ())
+    runtime = InlineRuntime(WorkerSpecs(WorkerSpec(RolloutWorker, (parts,)), absent, absent), student.config)
+    tree = runtime.put("student weights", encode_tree(dict(student.weights)))
+    runtime.rollout.publish(student.version, tree)
+    return Evaluator(ground, runtime).report(student.version, diversity=True)
 
 
 def _share(value: float | None) -> str:

@@ -4,12 +4,10 @@ import shutil
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from contracts.errors import CheckpointError, ConfigError, RunFolderError
-
-if TYPE_CHECKING:
-    from pipeline.config import RunConfig
+from pipeline.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class RunFolder:
         return self.root / "error.txt"
 
     @classmethod
-    def of(cls, config: "RunConfig") -> "RunFolder":
+    def of(cls, config: RunConfig) -> "RunFolder":
         """The folder that a config names; nothing is made."""
         return cls(Path(config.run.folder).expanduser() / config.run.name)
 
@@ -58,7 +56,7 @@ class RunFolder:
     def has_checkpoint(self) -> bool:
         return self.checkpoints.is_dir() and not _is_empty(self.checkpoints)
 
-    def check(self, config: "RunConfig", *, resume: bool, overwrite: bool) -> None:
+    def check(self, config: RunConfig, *, resume: bool, overwrite: bool) -> None:
         """Refuse a folder that may not be written; changes nothing.
 
         Raises:
@@ -82,7 +80,7 @@ class RunFolder:
                 "--run.name, or remove it yourself"
             )
 
-    def begin(self, config: "RunConfig", *, resume: bool) -> None:
+    def begin(self, config: RunConfig, *, resume: bool) -> None:
         """Make the folder, emptied unless it is resumed, and write the resolved settings into it."""
         if self.root.exists() and not resume:
             shutil.rmtree(self.root)
@@ -94,7 +92,7 @@ class RunFolder:
         )
         self.config.write_text(header + dump(config), encoding="utf-8")
 
-    def load_config(self) -> "RunConfig":
+    def load_config(self) -> RunConfig:
         """The settings that the run was made with.
 
         Raises:
@@ -117,7 +115,7 @@ class RunFolder:
         """It holds a run that failed before its first step: there is nothing in it to lose."""
         return self.config.is_file() and self.error.is_file() and not self.metrics.exists() and not self.has_checkpoint
 
-    def _check_resumable(self, config: "RunConfig") -> None:
+    def _check_resumable(self, config: RunConfig) -> None:
         if not self.config.is_file():
             raise CheckpointError(
                 f"--resume: there is no run at {self.root} to continue; leave --resume out to begin it"
@@ -137,14 +135,14 @@ def find_run(name: str, folder: str = "runs") -> RunFolder:
     return direct if direct.config.is_file() else RunFolder(Path(folder).expanduser() / name)
 
 
-def dump(config: "RunConfig") -> str:
+def dump(config: RunConfig) -> str:
     """Settings as YAML, in the order they are declared."""
     import yaml
 
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
-def differences(before: "RunConfig", after: "RunConfig") -> list[tuple[str, Any, Any]]:
+def differences(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, Any]]:
     """Dotted path, old and new value of each setting that differs and can change the result."""
     old, new = (_flat(config.model_dump(mode="json")) for config in (before, after))
     return [

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -11,10 +10,7 @@ from rich.text import Text
 from contracts.errors import PromptError
 from launch.canvas import Row, completion, draw, row_of
 from launch.report import rule_label
-from launch.trained import load_student, open_run
-
-if TYPE_CHECKING:
-    from launch.trained import Student
+from launch.trained import Student, load_student, open_run
 
 
 def generate(console: Console, run: str, prompts: Sequence[str], overrides: Mapping[str, str], *, delay: float) -> None:
@@ -48,28 +44,29 @@ def generate(console: Console, run: str, prompts: Sequence[str], overrides: Mapp
     )
 
 
-def _lines(student: "Student", rows: Sequence[Row]) -> list[Text]:
-    """The finished rows, with the checker's verdict where the task has one."""
-    from contracts.work import Prompt
-
+def _lines(student: Student, rows: Sequence[Row]) -> list[Text]:
+    """The finished rows, with the checker's verdict on prompts that are the task's own."""
     ground = student.ground
     lines = []
     for row in rows:
         text = completion(row, ground.tokenizer.decode, ground.stop_ids)
-        verdict = ground.task.correct(Prompt(row.prompt, _fields(student, row.prompt)), text)
-        mark = {True: Text("  ✓", "green"), False: Text("  ✗", "red"), None: Text()}[verdict]
+        mark = {True: Text("  ✓", "green"), False: Text("  ✗", "red"), None: Text()}[
+            _verdict(student, row.prompt, text)
+        ]
         cut = Text(f"  (cut off after {row.tokens} tokens)", "yellow") if row.truncated else Text()
         lines.append(Text(row.prompt, "dim").append(text, "not dim bold").append(mark).append(cut))
     return lines
 
 
-def _fields(student: "Student", prompt: str) -> Mapping[str, object]:
-    """What the task's own row of this prompt says beside its text."""
-    rows = [row for rows in student.ground.splits.values() for row in rows if row.text == prompt]
-    return rows[0].fields if rows else {}
+def _verdict(student: Student, prompt: str, text: str) -> bool | None:
+    """None for a prompt of somebody's own: a checker may not be able to read it."""
+    from contracts.work import Prompt
+
+    own = [row for rows in student.ground.splits.values() for row in rows if row.text == prompt]
+    return student.ground.task.correct(Prompt(prompt, own[0].fields), text) if own else None
 
 
-def _encoded(student: "Student", prompt: str) -> list[int]:
+def _encoded(student: Student, prompt: str) -> list[int]:
     from pipeline.data.chat import ChatPrompt
     from pipeline.data.tokenizers import HuggingFaceTokenizer
 
@@ -85,7 +82,7 @@ def _encoded(student: "Student", prompt: str) -> list[int]:
     return tokens
 
 
-def _steps(student: "Student", prompts: Sequence[str], tokens: Sequence[Sequence[int]]) -> Iterator[list[Row]]:
+def _steps(student: Student, prompts: Sequence[str], tokens: Sequence[Sequence[int]]) -> Iterator[list[Row]]:
     """The rows after each denoising step."""
     import jax
     import numpy as np

@@ -2,12 +2,15 @@
 
 import sys
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from contracts.errors import CheckpointError, ConfigError, LimbeckError, PromptError, RunFolderError
-from launch.folder import RunFolder
+
+if TYPE_CHECKING:
+    import launch.folder
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 INPUT_ERRORS = (ConfigError, PromptError, RunFolderError, CheckpointError)
@@ -26,7 +29,7 @@ class Outcome:
 
     def __init__(self, console: Console):
         self._console = console
-        self.folder: RunFolder | None = None
+        self.folder: launch.folder.RunFolder | None = None
 
     def __enter__(self) -> "Outcome":
         return self

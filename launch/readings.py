@@ -9,6 +9,8 @@ from typing import Any
 LOOP = "on_policy"
 """The stage of the on-policy steps, whose progress comes from the recorder."""
 
+MEASURING, MEASURING_AGAIN = "measuring", "measuring_again"
+
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN = {
     "divergence": "distill/soft_loss",
@@ -76,16 +78,11 @@ class Readings:
     def progress(self, stage: str, done: int, total: int, **numbers: float) -> None:
         """``done`` of ``total`` units of a stage (total 0: nobody can say how many).
 
-        A stage begins when it is first named, or where the one before it ended if something of it is done by then.
+        A stage begins when it is first named, and the one before it ends then.
         """
         if stage not in self.stages:
-            began = (
-                self._now()
-                if done == 0
-                else max([self._began, *(other.ended or 0.0 for other in self.stages.values())])
-            )
             self.finish()
-            self.stages[stage] = Stage(stage, self._now, began)
+            self.stages[stage] = Stage(stage, self._now, self._now(), first=done)
         entry = self.stages[stage]
         entry.done, entry.total = done, total
         entry.numbers = {**entry.numbers, **numbers}
@@ -100,16 +97,18 @@ class Readings:
             last = next(reversed(self.stages.values()))
             last.numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
             self.finish()
+        if kind == "resume":
+            # What was measured before the first step is not measured again.
+            self.stages.pop(MEASURING, None)
+            if fields["step"] >= self.steps:
+                self.progress(MEASURING_AGAIN, 0, 0)
         if kind == "publish" and fields["step"] in (0, self.steps):
             # What is measured before the first step, and after the last.
-            self.finish()
-            self.progress("measuring" if fields["step"] == 0 else "measuring_again", 0, 0)
+            self.progress(MEASURING if fields["step"] == 0 else MEASURING_AGAIN, 0, 0)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         if LOOP not in self.stages:
-            self.finish()
             self.progress(LOOP, step, self.steps)
-            self.stages[LOOP].first = step
         now, shown = self._now(), dict(values)
         if self._last_step_at is not None and now > self._last_step_at and "rollout/tokens" in values:
             shown["tokens/s"] = values["rollout/tokens"] * self._micro_batches / (now - self._last_step_at)

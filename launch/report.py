@@ -1,7 +1,7 @@
 """What a run says at its end: before, after and teacher side by side, where the time went, what to try next."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -11,9 +11,7 @@ from rich.text import Text
 
 from launch.folder import RunFolder
 from launch.readings import LOOP, clock, stage_label
-
-if TYPE_CHECKING:
-    from pipeline.config import RunConfig, SamplerConfig
+from pipeline.config import RunConfig, SamplerConfig
 
 NOTHING = "·"
 """In a cell that has no meaning: a teacher writes one token per forward pass whatever the rule."""
@@ -24,7 +22,7 @@ MOST_SUGGESTIONS = 4
 WAITED = "waited for "
 
 
-def print_report(console: Console, config: "RunConfig", folder: RunFolder, summary: Mapping[str, Any]) -> None:
+def print_report(console: Console, config: RunConfig, folder: RunFolder, summary: Mapping[str, Any]) -> None:
     """Print the end of a run."""
     parts: list[RenderableType] = [results(config, summary)]
     if stages := times(summary["seconds"]):
@@ -36,7 +34,7 @@ def print_report(console: Console, config: "RunConfig", folder: RunFolder, summa
     console.print(Padding(Group(*parts), (0, 0, 1, 0)), highlight=False)
 
 
-def results(config: "RunConfig", summary: Mapping[str, Any]) -> Table:
+def results(config: RunConfig, summary: Mapping[str, Any]) -> Table:
     """The student right after the conversion, after a warm start if there was one, and at the end; and the teacher."""
     warmed = config.warm_start.steps > 0
     columns = {"before": "before", **({"warm start": "warm_start"} if warmed else {}), "after": "after"}
@@ -92,48 +90,50 @@ def times(seconds: Mapping[str, float]) -> Table | None:
     return table
 
 
-def suggestions(config: "RunConfig", folder: RunFolder, summary: Mapping[str, Any]) -> Table:
-    """What the numbers ask for, most urgent first; then how to look at the student."""
+def suggestions(config: RunConfig, folder: RunFolder, summary: Mapping[str, Any]) -> Group:
+    """What the numbers ask for, most urgent first; then how to look at the student. Each with its command."""
+    again = f"limbeck run --config {folder.config} --run.name {config.run.name}-2"
     prompt = _PROMPTS.get(config.task.name, "...")
-    look = (f'limbeck generate {folder.root} --prompt "{prompt}"', "watch it write, block by block")
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="cyan")
-    table.add_column()
-    for command, why in [*[*_asked_for(config, summary)][: MOST_SUGGESTIONS - 1], look]:
-        table.add_row(f"  {command}", why)
-    return table
+    found = [*_asked_for(config, summary, again, f"limbeck eval {folder.root}")][: MOST_SUGGESTIONS - 1]
+    found.append(("watch it write, block by block", f'limbeck generate {folder.root} --prompt "{prompt}"'))
+    return Group(*(Text(f"  {why}\n").append(f"    {command}", "cyan") for why, command in found))
 
 
 _PROMPTS = {"split": "42=", "addition": "17+25="}
 
 
-def _asked_for(config: "RunConfig", summary: Mapping[str, Any]):
+def _asked_for(config: RunConfig, summary: Mapping[str, Any], again: str, measure: str) -> Iterator[tuple[str, str]]:
+    """Reason and command."""
     teacher, after = summary.get("teacher_accuracy"), summary.get("student_accuracy_after")
     at_once = summary.get("accuracy_one_forward_per_block")
     distinct = summary.get("distinct_right_answers") or {}
-    if teacher is not None and teacher < WEAK_TEACHER and config.teacher.steps:
-        yield f"--teacher.steps {2 * config.teacher.steps}", f"the teacher is right only {teacher:.0%} of the time"
-    if after is not None and after < GOOD * (teacher or 1.0):
-        if config.warm_start.steps == 0 and config.model.source == "fresh":
-            yield "--warm_start.steps 1000", "a student that starts from the raw conversion learns slowly"
+    fresh = config.model.source == "fresh"
+    if fresh and teacher is not None and teacher < WEAK_TEACHER:
         yield (
-            f"--training.steps {2 * config.training.steps}",
-            f"the student reaches {after:.0%} of right answers so far",
+            f"the teacher is right only {teacher:.0%} of the time",
+            f"{again} --teacher.steps {2 * config.teacher.steps}",
+        )
+    if after is not None and after < GOOD * (teacher or 1.0):
+        if fresh and config.warm_start.steps == 0:
+            yield "from the raw conversion a student learns slowly", f"{again} --warm_start.steps 1000"
+        yield (
+            f"the student is right {after:.0%} of the time so far",
+            f"{again} --training.steps {2 * config.training.steps}",
         )
     elif at_once is not None and at_once >= GOOD * (teacher or 1.0):
         yield (
-            "--evaluation.sampler.rule static --evaluation.sampler.value 1",
-            f"a whole block per forward pass is right {at_once:.0%} of the time: deploy it that way",
+            f"with one forward pass per block it is right {at_once:.0%} of the time: it can be deployed that way",
+            f"{measure} --evaluation.sampler.rule static --evaluation.sampler.value 1",
         )
     student, original = distinct.get("student"), distinct.get("teacher")
-    if student and original and student < original / 3 and config.rollout.rule != "prefix":
+    if student is not None and original and student < original / 3 and config.rollout.rule != "prefix":
         yield (
-            "--rollout.rule prefix --objective.soft 1 --objective.hard 0",
-            f"keeps more of the {original:.0f} answers than these {student:.0f}, at fewer tokens per forward",
+            f"of the teacher's {original:.1f} right answers it keeps {student:.1f}; commits from the left keep more",
+            f"{again} --rollout.rule prefix --rollout.value 0.9 --objective.soft 1 --objective.hard 0",
         )
 
 
-def rule_label(sampler: "SamplerConfig") -> str:
+def rule_label(sampler: SamplerConfig) -> str:
     """`threshold(0.9)`, with the temperature where it is not greedy."""
     temperature = f", T {sampler.temperature:g}" if sampler.temperature else ""
     return f"{sampler.rule}({sampler.value:g}{temperature})"

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
 
 from contracts.errors import ConfigError
+from contracts.roles import Recorder, Runtime
 from launch import environment
 from launch.display import display
 from launch.folder import RunFolder
@@ -24,10 +25,7 @@ from launch.readings import Readings
 from launch.recording import FileRecorder, Recorders, write_summary
 from launch.report import print_report
 from launch.shadow import installed_twice, shadowed_in_workers
-
-if TYPE_CHECKING:
-    from contracts.roles import Recorder, Runtime
-    from pipeline.config import RunConfig
+from pipeline.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -45,17 +43,18 @@ class Parts:
     check: Callable[..., Any]
     session: Callable[..., "Session"]
     prepare: Callable[..., Any]
-    runtime: Callable[..., "Runtime"]
+    runtime: Callable[..., Runtime]
     job: Callable[..., Mapping[str, Any]]
 
 
+@runtime_checkable
 class Session(Protocol):
     """Something that was started, or found running, and is let go of at the end."""
 
     def close(self) -> None: ...
 
 
-def real_parts(config: "RunConfig") -> Parts:
+def real_parts(config: RunConfig) -> Parts:
     """The pipeline itself, and the runtime that the config names."""
     from pipeline.build import prepare
     from pipeline.groundwork import lay_groundwork
@@ -66,13 +65,13 @@ def real_parts(config: "RunConfig") -> Parts:
 
 
 def run(
-    config: "RunConfig",
+    config: RunConfig,
     outcome: Outcome,
     console: Console,
     *,
     resume: bool = False,
     overwrite: bool = False,
-    parts: Callable[["RunConfig"], Parts] = real_parts,
+    parts: Callable[[RunConfig], Parts] = real_parts,
 ) -> Mapping[str, Any]:
     """Run a config to its end; returns the summary, which is also in the run folder.
 
@@ -113,9 +112,9 @@ def run(
 
 
 def check_input(
-    config: "RunConfig",
+    config: RunConfig,
     folder: RunFolder,
-    parts: Callable[["RunConfig"], Parts] = real_parts,
+    parts: Callable[[RunConfig], Parts] = real_parts,
     *,
     resume: bool = False,
     overwrite: bool = False,
@@ -145,17 +144,17 @@ class _NoSession:
         pass
 
 
-def _no_session(config: "RunConfig") -> Session:
+def _no_session(config: RunConfig) -> Session:
     return _NoSession()
 
 
-def _inline(specs: Any, config: "RunConfig", recorder: "Recorder", session: Session) -> "Runtime":
+def _inline(specs: Any, config: RunConfig, recorder: Recorder, session: Session) -> Runtime:
     from pipeline.inline import InlineRuntime
 
     return InlineRuntime(specs, config)
 
 
-def _ray_session(config: "RunConfig") -> Session:
+def _ray_session(config: RunConfig) -> Session:
     import warnings
 
     from actors.session import start_ray
@@ -165,7 +164,7 @@ def _ray_session(config: "RunConfig") -> Session:
     return start_ray(config.runner)
 
 
-def _ray(specs: Any, config: "RunConfig", recorder: "Recorder", session: Any) -> Any:
+def _ray(specs: Any, config: RunConfig, recorder: Recorder, session: Any) -> Any:
     from actors.runner import RayRuntime
 
     return RayRuntime(specs, config, recorder, session)

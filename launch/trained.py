@@ -4,22 +4,22 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from contracts.errors import CheckpointError, ConfigError
+from contracts.weights import WeightVersion
 from launch import environment
 from launch.folder import RunFolder, dump, find_run
 from launch.overrides import apply_overrides
-
-if TYPE_CHECKING:
-    from contracts.weights import WeightVersion
-    from pipeline.config import RunConfig
-    from pipeline.groundwork import Groundwork
-    from pipeline.models.config import DecoderConfig
-    from pipeline.models.decoder import Decoder
+from pipeline.config import RunConfig
+from pipeline.groundwork import Groundwork
+from pipeline.models.config import DecoderConfig
+from pipeline.models.decoder import Decoder
 
 CHANGEABLE = ("evaluation.", "task.prompts", "task.field", "run.seed", "run.cache", "runner.visible_cores")
 """What may differ from the settings that the weights were trained with."""
+
+HERE = {"runner.kind": "inline", "runner.rollout.count": 1}
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Student:
       version: what the weights are.
     """
 
-    config: "RunConfig"
-    ground: "Groundwork"
-    shape: "DecoderConfig"
+    config: RunConfig
+    ground: Groundwork
+    shape: DecoderConfig
     weights: Mapping[str, Any]
-    version: "WeightVersion"
+    version: WeightVersion
 
-    def decoder(self) -> "Decoder":
+    def decoder(self) -> Decoder:
         import jax.numpy as jnp
 
         from pipeline.models.tree import with_parameters
@@ -50,7 +50,7 @@ class Student:
         return with_parameters(abstract_decoder(self.shape), arrays)
 
 
-def open_run(name: str, overrides: Mapping[str, str]) -> tuple[RunFolder, "RunConfig"]:
+def open_run(name: str, overrides: Mapping[str, str]) -> tuple[RunFolder, RunConfig]:
     """The folder and settings of a run, with the environment set for them.
 
     Raises:
@@ -68,12 +68,12 @@ def open_run(name: str, overrides: Mapping[str, str]) -> tuple[RunFolder, "RunCo
             f"{', '.join(f'--{path}' for path in fixed)}: the weights of {folder.root} were made with what its "
             f"config.yaml says; what can differ is {allowed}"
         )
-    config = parse_config(apply_overrides(yaml.safe_load(dump(config)), {**overrides, "runner.kind": "inline"}))
+    config = parse_config(apply_overrides(yaml.safe_load(dump(config)), {**overrides, **HERE}))
     environment.apply(config)
     return folder, config
 
 
-def load_student(folder: RunFolder, config: "RunConfig") -> Student:
+def load_student(folder: RunFolder, config: RunConfig) -> Student:
     """Read the student of a run.
 
     Raises:
