@@ -1,13 +1,17 @@
 """Workers that die: their work is sent again, to a replacement prepared like the first, a bounded number of times."""
 
+import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import ray
 from ray.exceptions import OwnerDiedError
 from ray_fakes import Fickle, Mortal, Scribe, Stillborn
 
-from contracts.errors import WeightsError, WorkerLostError
+from contracts.errors import DeadlineError, WeightsError, WorkerLostError
 from contracts.wire import encode_tree
 from pipeline.testing import fake_request, fake_weights
 from pipeline.workers.spec import WorkerSpec
@@ -96,3 +100,24 @@ def test_a_finished_rollout_that_died_with_its_node_is_written_again_for_whoever
     assert seen.digest == before.digest and rollout.attempts == 2
     (event,) = scribe.recorder.of_kind("lost")
     assert event["result"] == "rollout.generate(fake/0/1)"
+
+
+def test_a_node_that_dies_with_a_finished_result_costs_time_only():
+    """A whole node, in a cluster of its own: the result is noticed missing when it is needed, and made again elsewhere."""
+    program = Path(__file__).parent / "fakes" / "node_loss.py"
+    ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=280, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    seen = json.loads(ended.stdout.splitlines()[-1])
+    assert seen["total"] == 1_000_000 * 999_999 / 2
+    assert [event["kind"] for event in seen["events"]] == ["lost", "replace"]
+    assert seen["events"][0]["result"] == "rollout.big()" and seen["events"][1]["at"] == "rollout.big()"
+
+
+def test_a_replacement_that_does_not_start_in_time_is_named_with_what_it_asked_for(make_pool, monkeypatch):
+    monkeypatch.setattr("actors.waiter.LONGEST_SLEEP", 0.05)
+    late = make_pool(WorkerSpec(Scribe, ()), 1)
+    late.pool._start_deadline = 0.01
+    with pytest.raises(
+        DeadlineError, match=r"rollout-0.1 took a dead worker's place .* each rollout worker asks for CPU"
+    ):
+        late.ask("die")
