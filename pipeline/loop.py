@@ -119,8 +119,7 @@ class Loop:
         self._feed_trainer()
 
     def _feed_trainer(self) -> None:
-        if any(item.what not in ("rollout", "targets") for item in self._flight.values()):
-            return
+        # One call at a time: an item is next only once the one before it has been added, or the window published.
         pair = self._scored.pop((self.step, self.next_item), None)
         if pair is not None:
             handle = self.runtime.trainer.submit("accumulate", *pair)
