@@ -81,6 +81,7 @@ def test_read_only_memory_stays_read_only(dtype):
 @pytest.mark.parametrize("turn", [np.transpose, np.asfortranarray, lambda array: array[:, ::2]])
 def test_arrays_of_any_memory_order_are_sent_in_rows(dtype, turn):
     array = turn(np.arange(12).astype(dtype).reshape(3, 4))
+    assert encode(array).bits.flags.c_contiguous
     assert same(decode(encode(array)), np.ascontiguousarray(array))
 
 

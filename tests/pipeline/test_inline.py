@@ -1,7 +1,5 @@
 """Pools in this process keep the promises of contracts/roles.py, and Ray's rules for values."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,12 +65,12 @@ class Scribe:
 
 
 class Liar(FakeRolloutWorker):
-    """Holds other weights than those it was given."""
+    """From step 1 on, holds other weights than those it was given."""
 
     def load(self, version, tree, intent):
-        return super().load(
-            version, {name: encode_tree({name: decode_tree(tree)[name] + 1})[name] for name in tree}, intent
-        )
+        if version.step:
+            tree = encode_tree({name: array + 1 for name, array in decode_tree(tree).items()})
+        return super().load(version, tree, intent)
 
 
 def config(rollout: int = 1, teacher: int = 1, trainer: int = 1):
@@ -337,13 +335,22 @@ def test_forgotten_steps_can_no_longer_be_loaded_and_kept_ones_can(start):
 
 def test_a_worker_that_holds_other_weights_than_published_writes_nothing(start):
     runtime = start(Liar)
-    version = publish(runtime, 0)
-    request = partial(runtime.rollout.submit, "generate", fake_request(0, 0, version))
+    version = publish(runtime, 1)
     for _ in range(2):
         with pytest.raises(WeightsError, match="acknowledged") as caught:
-            finish(runtime, request())
+            generate(runtime, version)
         assert str(version) in str(caught.value)
-    assert [intent for intent, _ in loads(runtime)[0]] == [1, 2]
+    assert loads(runtime) == [[(1, 1), (2, 1)]]
+
+
+def test_after_a_load_that_failed_a_worker_is_not_taken_to_hold_what_it_held_before(start):
+    runtime = start(Liar)
+    good, bad = publish(runtime, 0), publish(runtime, 1)
+    generate(runtime, good)
+    with pytest.raises(WeightsError):
+        generate(runtime, bad)
+    assert generate(runtime, good).provenance.version == good
+    assert loads(runtime) == [[(1, 0), (2, 1), (3, 0)]]
 
 
 def test_a_trainer_of_several_processes_is_a_config_error_inline(start):
