@@ -17,7 +17,7 @@ VOCABULARY, WIDTH = 12, 8
 
 
 class TokenMlp(nnx.Module):
-    """`tanh(E[x]·W + b)·H`: three kinds of leaves, one of them without a dimension that four devices divide twice."""
+    """`tanh(E[x]·W + b)·H`: small enough to differentiate by hand."""
 
     def __init__(self, seed: int = 0, param_dtype=jnp.float32):
         keys = jax.random.split(jax.random.key(seed), 4)

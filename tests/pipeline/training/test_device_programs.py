@@ -50,8 +50,9 @@ def test_the_fused_step_has_no_branch_and_no_accumulator(small):
     assert plan.alias_size_in_bytes == size(trees["parameters"]) + size(trees["optimizer"])
 
 
-def test_a_fused_step_plans_no_more_memory_than_one_written_by_hand(small):
-    optimizer = optax.adamw(1e-3)
+def test_a_fused_step_plans_the_memory_of_a_clipping_step_written_by_hand(small):
+    # Clipping, like skipping, needs every gradient before the first parameter may change.
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     trainer = small.trainer(optimizer, model=Wide())
     batch = {"x": jnp.ones((4, 256))}
     trainer.with_loss_fn(lambda model, x: jnp.mean(model(x) ** 2))
@@ -70,9 +71,8 @@ def test_a_fused_step_plans_no_more_memory_than_one_written_by_hand(small):
     mine, theirs = (
         step.lower().compile().memory_analysis().temp_size_in_bytes for step in (trainer.trace(batch), hand)
     )
-    # Selecting the new state at the end instead of where it is computed would copy both moments: 3 MiB more.
-    print(mine, theirs)
-    assert mine < theirs + 2**20
+    # Two matrices of leeway; selecting the new state at the end instead of where it is computed would copy twelve.
+    assert mine < theirs + 2 * 256 * 1024
 
 
 class Wide(nnx.Module):
