@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(
     command: Run, overrides: Overrides, console: "rich.console.Console", outcome: "launch.outcome.Outcome"
 ) -> None:
-    from launch.run import check_input, run
+    from launch.run import check_address, check_input, run
 
     config = resolve(command, overrides)
     if command.dry_run:
@@ -125,6 +125,7 @@ def _run(
 
         folder = RunFolder.of(config)
         ground = check_input(config, folder, resume=command.resume, overwrite=command.overwrite)
+        check_address(config)
         print_plan(console, config, ground)
         return
     run(config, outcome, console, resume=command.resume, overwrite=command.overwrite)

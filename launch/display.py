@@ -46,14 +46,14 @@ class LiveDisplay:
 
     def __init__(self, console: Console, readings: Readings):
         self._readings = readings
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, redirect_stderr=False)
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
 
     def __enter__(self) -> "LiveDisplay":
         self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._readings.finish()
+        self._readings.finish(failed=error[0] is not None)
         self._live.stop()
 
     def progress(self, stage: str, done: int, total: int, **numbers: float) -> None:
@@ -88,7 +88,7 @@ class LineDisplay:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._readings.finish()
+        self._readings.finish(failed=error[0] is not None)
 
     def progress(self, stage: str, done: int, total: int, **numbers: float) -> None:
         self._readings.progress(stage, done, total, **numbers)
@@ -100,8 +100,9 @@ class LineDisplay:
         self._readings.event(kind, **fields)
         for name in self._readings.stages.keys() - known:
             self._line(self._readings.stages[name])
-        if kind in ("refuse", "replace"):
-            self._say("  ".join([kind, *(f"{name} {value}" for name, value in fields.items())]))
+        if kind in ("refuse", "replace", "lost", "unusable", "evaluation"):
+            shown = {name: figure(value) if isinstance(value, float) else value for name, value in fields.items()}
+            self._say("  ".join([kind, *(f"{name} {value}" for name, value in shown.items())]))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._readings.metrics(step, values)
@@ -136,8 +137,15 @@ def _stages(readings: Readings) -> Table:
     table.add_column(justify="right", no_wrap=True, min_width=9)
     table.add_column(justify="right", no_wrap=True, style="dim", min_width=5)
     table.add_column(no_wrap=True, style="dim")
-    for stage in readings.stages.values():
-        mark = Text("✓", "green") if stage.ended is not None else Text("●", "cyan")
+    # A copy: this is drawn by a thread of its own, while the run goes on.
+    for stage in list(readings.stages.values()):
+        mark = (
+            Text("✗", "bold red")
+            if stage.failed
+            else Text("✓", "green")
+            if stage.ended is not None
+            else Text("●", "cyan")
+        )
         numbers = (
             "" if stage.name == LOOP else "  ".join(f"{name} {figure(value)}" for name, value in stage.numbers.items())
         )
@@ -148,11 +156,10 @@ def _stages(readings: Readings) -> Table:
 
 
 def _bar(stage: Stage) -> RenderableType:
+    calm = {"width": BAR_WIDTH, "complete_style": "cyan", "finished_style": "green", "pulse_style": "cyan"}
     if stage.total:
-        return ProgressBar(
-            total=stage.total, completed=min(stage.done, stage.total), width=BAR_WIDTH, finished_style="green"
-        )
-    return "" if stage.ended is not None else ProgressBar(total=None, pulse=True, width=BAR_WIDTH)
+        return ProgressBar(total=stage.total, completed=min(stage.done, stage.total), **calm)
+    return "" if stage.ended is not None else ProgressBar(total=None, pulse=True, **calm)
 
 
 def _instruments(readings: Readings) -> Group:

@@ -85,14 +85,13 @@ def _packages() -> Iterator[Finding]:
 
 def _devices() -> Finding:
     """What JAX sees when nobody tells it where to look; in a process of its own, which holds nothing afterwards."""
-    program = (
-        "import json, jax; print(json.dumps([jax.__version__, jax.default_backend(), [str(d) for d in jax.devices()]]))"
-    )
+    program = "import json, jax; print(json.dumps([jax.__version__, [d.device_kind for d in jax.devices()]]))"
     asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEVICE_SECONDS)
     if asked.returncode:
         return Finding("JAX", "problem", asked.stderr.strip().splitlines()[-1])
-    number, backend, devices = json.loads(asked.stdout.strip().splitlines()[-1])
-    return Finding("JAX", "fine", f"{number}, {backend}: {', '.join(devices)}")
+    number, kinds = json.loads(asked.stdout.strip().splitlines()[-1])
+    counted = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
+    return Finding("JAX", "fine", f"{number}, {counted}")
 
 
 def _ray() -> Finding:

@@ -27,6 +27,7 @@ class Stage:
 
     Attributes:
       began, ended: seconds on the readings' clock; ``ended`` None while it goes on.
+      failed: it ended the run.
       first: what was done already when it began (a resumed run).
     """
 
@@ -37,6 +38,7 @@ class Stage:
     total: int = 0
     first: int = 0
     ended: float | None = None
+    failed: bool = False
     numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -70,6 +72,8 @@ class Readings:
         self.history: dict[str, list[float]] = {}
         self.step: int | None = None
         self.refused = 0
+        self._replaced = 0
+        self._evaluated: Mapping[str, Any] = {}
         self.latest: Any = None
         self._waited: Mapping[str, float] = {}
         self._lag = 0
@@ -92,18 +96,18 @@ class Readings:
     def event(self, kind: str, **fields: Any) -> None:
         if kind == "refuse":
             self.refused += 1
-        if kind == "measured" and self.stages:
-            # The student at step 0, or at the end.
-            last = next(reversed(self.stages.values()))
-            last.numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
-            self.finish()
-        if kind == "resume":
+        elif kind == "replace":
+            self._replaced += 1
+        elif kind == "evaluation":
+            self._evaluated = fields
+            if MEASURING in self.stages and self.stages[MEASURING].ended is None:
+                self.finish()
+        elif kind == "resume":
             # What was measured before the first step is not measured again.
             self.stages.pop(MEASURING, None)
             if fields["step"] >= self.steps:
                 self.progress(MEASURING_AGAIN, 0, 0)
-        if kind == "publish" and fields["step"] in (0, self.steps):
-            # What is measured before the first step, and after the last.
+        elif kind == "publish" and fields["step"] in (0, self.steps):
             self.progress(MEASURING if fields["step"] == 0 else MEASURING_AGAIN, 0, 0)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -123,19 +127,27 @@ class Readings:
         if samples:
             self.latest = samples[-1]
 
-    def finish(self) -> None:
-        """Whatever is still open ends now."""
-        for stage in self.stages.values():
+    def finish(self, *, failed: bool = False) -> None:
+        """Whatever is still open ends now, well or not."""
+        for stage in list(self.stages.values()):
             if stage.ended is None:
-                stage.ended = self._now()
+                stage.ended, stage.failed = self._now(), failed
 
     def figures(self) -> dict[str, str]:
         """Name → latest value, for reading."""
-        shown = {name: figure(values[-1], name) for name, values in self.history.items()}
+        shown = {name: figure(values[-1], name) for name, values in list(self.history.items())}
         shown |= {"lag": str(self._lag), "refused": str(self.refused)}
+        if self._replaced:
+            shown["replaced"] = str(self._replaced)
         total = sum(self._waited.values())
         if total > 0:
             shown["waits for"] = "  ".join(f"{worker} {self._waited[worker] / total:.0%}" for worker in _WORKERS)
+        accuracies = {
+            name.split("/")[1]: value for name, value in self._evaluated.items() if name.endswith("/accuracy")
+        }
+        if accuracies:
+            parts = "  ".join(f"{split.replace('_', ' ')} {figure(value)}" for split, value in accuracies.items())
+            shown["evaluated"] = f"{parts}  after step {self._evaluated['step']}"
         return shown
 
     @property

@@ -111,6 +111,18 @@ def run(
     return summary
 
 
+def check_address(config: RunConfig) -> None:
+    """Ask the Ray cluster of a config whether it is there, without joining it.
+
+    Raises:
+      DeadlineError: nothing answers at the address.
+    """
+    if config.runner.kind == "ray" and config.runner.address not in (None, "auto"):
+        from actors.session import check_answers
+
+        check_answers(str(config.runner.address))
+
+
 def check_input(
     config: RunConfig,
     folder: RunFolder,

@@ -89,6 +89,26 @@ def test_refused_batches_are_counted(readings):
     assert readings.figures()["refused"] == "1"
 
 
+def test_the_latest_evaluation_and_lost_workers_are_told(readings):
+    readings.metrics(0, VALUES)
+    assert not {"evaluated", "replaced"} & readings.figures().keys()
+    readings.event("evaluation", step=5, **{"evaluation/train/accuracy": 0.5, "evaluation/held_out/accuracy": 0.25})
+    readings.event("replace", role="rollout", worker="rollout-0")
+    figures = readings.figures()
+    assert figures["evaluated"] == "train 0.500  held out 0.250  after step 5"
+    assert figures["replaced"] == "1"
+
+
+def test_the_stage_that_ended_the_run_is_marked(readings):
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    with pytest.raises(ValueError), display(console, readings) as panel:
+        panel.progress("teacher", 2, 2)
+        panel.progress("loading", 0, 0)
+        raise ValueError("no worker came")
+    assert [stage.failed for stage in readings.stages.values()] == [False, True]
+    assert "✗" in printed(console)
+
+
 def test_time_left_is_reckoned_from_what_this_process_has_done(readings, time):
     readings.metrics(6, VALUES)
     time.now += 2.0
