@@ -5,6 +5,7 @@ every leaf. Orbax does not notice a flipped bit and restores into the wrong run 
 for both.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -25,6 +26,9 @@ RECORD = "record"
 """Item name of the JSON record inside a checkpoint; a tree may not be called this."""
 
 DEFAULT_OPTIONS = CheckpointOptions()
+
+ORBAX_ERRORS = (ValueError, OSError, LookupError, AttributeError, TypeError)
+"""What Orbax was seen to raise over single flipped bits in each of its files."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,8 @@ class CheckpointStore:
                 for name, named in leaves.items()
             },
         }
-        items: dict[str, Any] = {RECORD: ocp.args.JsonSave(record)}
+        text = json.dumps(record, sort_keys=True)
+        items: dict[str, Any] = {RECORD: ocp.args.JsonSave({"text": text, "sha256": _sha256(text)})}
         for name, named in leaves.items():
             stored = _stored(named)
             if stored:
@@ -168,8 +173,22 @@ class CheckpointStore:
         return steps[-1] if step is None else step
 
     def _record(self, step: int) -> dict[str, Any]:
-        restored = self._manager.restore(step, args=ocp.args.Composite(**{RECORD: ocp.args.JsonRestore()}))
-        return restored[RECORD]
+        sealed = self._orbax(step, {RECORD: ocp.args.JsonRestore()})[RECORD]
+        if sealed.keys() != {"text", "sha256"} or _sha256(sealed["text"]) != sealed["sha256"]:
+            raise CheckpointError(
+                f"checkpoint {step} in {self.directory} is damaged: its record does not have the digest it was saved"
+                f" with; restore another step (there are {self.steps()})"
+            )
+        return json.loads(sealed["text"])
+
+    def _orbax(self, step: int, items: dict[str, Any]) -> Any:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except ORBAX_ERRORS as error:
+            raise CheckpointError(
+                f"checkpoint {step} in {self.directory} cannot be read ({type(error).__name__}: {error}); restore another"
+                f" step (there are {self.steps()})"
+            ) from error
 
     def _require_metadata(self, step: int, saved: dict[str, Any], expected: dict[str, Any]) -> None:
         theirs = _flat({name: saved[name] for name in expected if name in saved})
@@ -207,10 +226,7 @@ class CheckpointStore:
             for name, named in stored.items()
             if named
         }
-        try:
-            read = self._manager.restore(step, args=ocp.args.Composite(**items)) if items else {}
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"checkpoint {step} in {self.directory} cannot be read: {error}") from error
+        read = self._orbax(step, items) if items else {}
         return {
             name: {
                 path: _returned(leaf, read[name][path] if path in stored[name] else None)
@@ -218,6 +234,10 @@ class CheckpointStore:
             }
             for name, named in wanted.items()
         }
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _stored(named: dict[str, Any]) -> dict[str, Any]:
