@@ -141,7 +141,7 @@ def _one_canvas(layout: BlockLayout, model: Decoder, inputs: ModelInputs) -> Arr
     canvas_BL = jnp.where(
         noisy_BL, jnp.take_along_axis(inputs["noisy_tokens"], slot_BL, axis=1), inputs["clean_tokens"]
     )
-    valid_BL = noisy_BL | (inputs["clean_valid"] & ~inside_BL)
+    valid_BL = noisy_BL | inputs["clean_valid"]
     hidden = model.hidden(canvas_BL, sequence_ids(layout, prompt_lengths_B, valid_BL))
     return gather_columns(hidden, positions_BW - (1 if layout.alignment == "shifted" else 0))
 

@@ -174,9 +174,9 @@ def _chunked_backward(residuals, gradient: Array):
 
     def step(query_gradient, chunk):
         chunk_keys, chunk_values, chunk_ids = chunk
-        mask = visible(query_ids, chunk_ids)
-        scores = _scores(grouped, chunk_keys, mask)
-        weights = jnp.where(mask[:, None, None], jnp.exp(scores - normaliser[..., None]), jnp.float32(0))
+        scores = _scores(grouped, chunk_keys, visible(query_ids, chunk_ids))
+        # Hidden scores lie so far down that this is 0 for them, also where nothing was seen and the normaliser is 0.
+        weights = jnp.exp(scores - normaliser[..., None])
         value_gradient = jnp.einsum("bkglt,blkgd->btkd", weights, gradient32)
         weight_gradient = jnp.einsum("blkgd,btkd->bkglt", gradient32, chunk_values.astype(jnp.float32))
         score_gradient = weights * (weight_gradient - inner[..., None]) * scale

@@ -19,8 +19,8 @@ class KeyValueCache:
     """Rotated keys and values of tokens that will not change.
 
     Args:
-        keys: `[layers, B, T, Hkv, head_dim]`, in the activations' dtype.
-        values: Same shape and dtype.
+        keys: `[layers, B, T, Hkv, head_dim]`, in the activations' dtype; or a tuple with one array per layer.
+        values: Same form, shape and dtype.
     """
 
     keys: Any
