@@ -31,11 +31,11 @@ def generate(console: Console, run: str, prompts: Sequence[str], overrides: Mapp
             for rows in _steps(student, prompts, tokens):
                 live.update(Group(*(draw(row, ground.tokenizer.decode, ground.stop_ids) for row in rows)), refresh=True)
                 time.sleep(delay)
-            live.update(Group(*_lines(student, rows)))
+            live.update(Group(*_lines(student, prompts, rows)))
             live.refresh()
     else:
         *_, rows = _steps(student, prompts, tokens)
-        for line in _lines(student, rows):
+        for line in _lines(student, prompts, rows):
             console.print(line, soft_wrap=True)
     written, forwards = sum(row.tokens for row in rows), max(sum(row.forwards for row in rows), 1)
     rule = rule_label(config.evaluation.sampler)
@@ -44,15 +44,14 @@ def generate(console: Console, run: str, prompts: Sequence[str], overrides: Mapp
     )
 
 
-def _lines(student: Student, rows: Sequence[Row]) -> list[Text]:
+def _lines(student: Student, prompts: Sequence[str], rows: Sequence[Row]) -> list[Text]:
     """The finished rows, with the checker's verdict on prompts that are the task's own."""
     ground = student.ground
     lines = []
-    for row in rows:
+    for prompt, row in zip(prompts, rows, strict=True):
         text = completion(row, ground.tokenizer.decode, ground.stop_ids)
-        mark = {True: Text("  ✓", "green"), False: Text("  ✗", "red"), None: Text()}[
-            _verdict(student, row.prompt, text)
-        ]
+        verdict = _verdict(student, prompt, text)
+        mark = {True: Text("  ✓", "green"), False: Text("  ✗", "red"), None: Text()}[verdict]
         cut = Text(f"  (cut off after {row.tokens} tokens)", "yellow") if row.truncated else Text()
         lines.append(Text(row.prompt, "dim").append(text, "not dim bold").append(mark).append(cut))
     return lines
@@ -97,6 +96,8 @@ def _steps(student: Student, prompts: Sequence[str], tokens: Sequence[Sequence[i
         prompt_ids_BP[row, : len(ids)] = ids
     keys_B = row_keys(config.run.seed, 0, np.arange(len(tokens)))
     sampler = config.evaluation.sampler.settings()
+    # A chat's answer begins on a line of its own; a plain completion goes on where the prompt ends.
+    shown = [f"{prompt}\n" if config.task.chat else prompt for prompt in prompts]
     rows: list[Row] = []
     for decoded in decode_blocks(
         student.decoder(), prompt_ids_BP, lengths_B, keys_B, layout, sampler, student.ground.stop_ids
@@ -104,6 +105,6 @@ def _steps(student: Student, prompts: Sequence[str], tokens: Sequence[Sequence[i
         host = jax.device_get(decoded)
         rows = [
             row_of(prompt, host, row, int(lengths_B[row]), layout.block_size, rows[row] if rows else None)
-            for row, prompt in enumerate(prompts)
+            for row, prompt in enumerate(shown)
         ]
         yield rows

@@ -20,6 +20,7 @@ WEAK_TEACHER = 0.97
 GOOD = 0.95
 MOST_SUGGESTIONS = 4
 WAITED = "waited for "
+FROM_THE_LEFT = "--rollout.rule prefix --rollout.value 0.9 --objective.soft 1 --objective.hard 0"
 
 
 def print_report(console: Console, config: RunConfig, folder: RunFolder, summary: Mapping[str, Any]) -> None:
@@ -129,7 +130,7 @@ def _asked_for(config: RunConfig, summary: Mapping[str, Any], again: str, measur
     if student is not None and original and student < original / 3 and config.rollout.rule != "prefix":
         yield (
             f"of the teacher's {original:.1f} right answers it keeps {student:.1f}; commits from the left keep more",
-            f"{again} --rollout.rule prefix --rollout.value 0.9 --objective.soft 1 --objective.hard 0",
+            "limbeck run split-diverse" if config.task.name == "split" else f"{again} {FROM_THE_LEFT}",
         )
 
 
