@@ -59,14 +59,12 @@ class Readings:
 
     Args:
       steps: windows the run will close.
-      micro_batches: items of a step; the statistic ``rollout/tokens`` is their mean.
       now: a clock, in seconds.
     """
 
-    def __init__(self, steps: int, micro_batches: int, now: Callable[[], float] = time.monotonic):
+    def __init__(self, steps: int, now: Callable[[], float] = time.monotonic):
         self._now = now
         self._began = now()
-        self._micro_batches = micro_batches
         self.steps = steps
         self.stages: dict[str, Stage] = {}
         self.history: dict[str, list[float]] = {}
@@ -77,7 +75,6 @@ class Readings:
         self.latest: Any = None
         self._waited: Mapping[str, float] = {}
         self._lag = 0
-        self._last_step_at: float | None = None
 
     def progress(self, stage: str, done: int, total: int, **numbers: float) -> None:
         """``done`` of ``total`` units of a stage (total 0: nobody can say how many).
@@ -113,13 +110,13 @@ class Readings:
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         if LOOP not in self.stages:
             self.progress(LOOP, step, self.steps)
-        now, shown = self._now(), dict(values)
-        if self._last_step_at is not None and now > self._last_step_at and "rollout/tokens" in values:
-            shown["tokens/s"] = values["rollout/tokens"] * self._micro_batches / (now - self._last_step_at)
+        shown = dict(values)
+        if values.get("seconds", 0.0) > 0 and "rollout/tokens" in values:
+            shown["tokens/s"] = values["rollout/tokens"] / values["seconds"]
         for name, key in _SHOWN.items():
             if key in shown:
                 self.history.setdefault(name, []).append(float(shown[key]))
-        self.step, self._lag, self._last_step_at = step, int(values.get("lag", 0)), now
+        self.step, self._lag = step, int(values.get("lag", 0))
         self._waited = {worker: values.get(f"waited/{worker}", 0.0) for worker in _WORKERS}
         self.progress(LOOP, step + 1, self.steps)
 

@@ -89,7 +89,7 @@ def run(
     folder = RunFolder.of(config)
     check_input(config, folder, parts, resume=resume, overwrite=overwrite)
     made = parts(config)
-    readings = Readings(config.training.steps, config.training.micro_batches)
+    readings = Readings(config.training.steps)
     with display(console, readings) as screen:
         screen.progress("starting", 0, 0)
         with closing(made.session(config)) as session:

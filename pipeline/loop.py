@@ -172,7 +172,10 @@ class Loop:
         self.versions = {step: version for step, version in self.versions.items() if step in kept}
         self.runtime.rollout.forget(kept)
         self.recorder.event("publish", step=self.version.step, version=str(self.version))
+        # What is done after a step, an evaluation say, is no part of the next one's seconds.
+        before = self.runtime.waiter.now()
         self.after_step(self.version)
+        self._opened += self.runtime.waiter.now() - before
         self._feed_trainer()
 
     def _waiting_for(self) -> str:

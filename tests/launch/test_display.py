@@ -1,10 +1,12 @@
 """What people see: figures from recorded numbers, lines when piped, a panel on a terminal, a table at the end."""
 
 import io
+from functools import partial
 
 import pytest
 from rich.console import Console
 
+from contracts.freshness import FreshnessPolicy
 from contracts.work import Sample
 from launch.display import LineDisplay, LiveDisplay, display
 from launch.folder import RunFolder
@@ -13,6 +15,9 @@ from launch.readings import Readings, clock, sparkline
 from launch.recipes import find
 from launch.report import print_report
 from pipeline.config import parse_config
+from pipeline.loop import Loop
+from pipeline.testing import RUN_ID, fake_request, fake_version, fake_weights
+from pipeline.virtual_time import fake_runtime
 
 VALUES = {
     "distill/soft_loss": 0.25,
@@ -56,7 +61,7 @@ def time():
 
 @pytest.fixture
 def readings(time):
-    return Readings(steps=10, micro_batches=2, now=time)
+    return Readings(steps=10, now=time)
 
 
 def piped() -> Console:
@@ -68,12 +73,23 @@ def printed(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_tokens_per_second_counts_every_micro_batch_over_the_time_between_steps(readings, time):
-    readings.metrics(0, VALUES)
-    assert "tokens/s" not in readings.history
-    time.now += 4.0
-    readings.metrics(1, VALUES)
-    assert readings.history["tokens/s"] == [50.0]
+@pytest.mark.parametrize("items", [1, 3])
+def test_tokens_per_second_are_those_of_a_real_loops_step_over_its_own_seconds(readings, items):
+    policy = FreshnessPolicy(RUN_ID)
+    runtime = fake_runtime(policy, durations={"generate": 4, "update": 2})
+    Loop(
+        request=partial(fake_request, items=items),
+        policy=policy,
+        runtime=runtime,
+        recorder=readings,
+        version=fake_version(0, fake_weights()),
+        steps=3,
+        micro_batches=items,
+        deadline=100.0,
+        after_step=lambda version: setattr(runtime.waiter, "ticks", runtime.waiter.ticks + 1000),
+    ).run()
+    # Two rows of three tokens an item; four ticks to write each, two to update, and none of those after the step.
+    assert readings.history["tokens/s"] == [pytest.approx(items * 2 * 3 / (items * 4 + 2))] * 3
 
 
 def test_who_waits_for_whom_is_told_in_shares(readings):
@@ -169,7 +185,7 @@ def test_piped_output_is_plain_lines_of_everything_worth_knowing(readings):
 
 def test_piped_output_is_not_a_line_a_step(time):
     console = piped()
-    with LineDisplay(console, Readings(steps=1000, micro_batches=1, now=time)) as lines:
+    with LineDisplay(console, Readings(steps=1000, now=time)) as lines:
         for step in range(1000):
             lines.metrics(step, VALUES)
     assert 2 <= len(printed(console).splitlines()) < 20
