@@ -52,7 +52,7 @@ def study(config: RunConfig, weights: StartingWeights, folder: Path) -> list[tup
 
     def measure(version) -> None:
         if version.step in (steps // 4, steps // 2, steps):
-            deployed = job.evaluator.accuracy(version, config.evaluation.sampler.settings())
+            deployed = job.evaluator.accuracy(version, config.deployed_sampler.settings())
             single = job.evaluator.accuracy(version, ONE_FORWARD_PER_BLOCK)
             figures.append((deployed[TRAIN]["accuracy"], single[TRAIN]["accuracy"]))
 

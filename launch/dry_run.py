@@ -50,7 +50,7 @@ def _plan(config: RunConfig, ground: Any):
     steps = f"{training.steps} steps of {training.micro_batches} × {training.rows} rows"
     epochs = f"{rows:,} rows, {rows / len(ground.source):.1f} epochs"
     yield "on-policy", f"{steps} at {rule_label(config.rollout)}, {lag}; {epochs}"
-    yield "evaluation", f"{config.evaluation.rows} rows a split at {rule_label(config.evaluation.sampler)}"
+    yield "evaluation", f"{config.evaluation.rows} rows a split at {rule_label(config.deployed_sampler)}"
     where = runner.address or ("a Ray of its own" if runner.kind == "ray" else "this process")
     yield "runner", f"{runner.kind}, {where}, {runner.visible_cores} visible cores a process"
     for role in ("rollout", "teacher", "trainer"):

@@ -27,7 +27,7 @@ def evaluate(console: Console, run: str, overrides: Mapping[str, str]) -> None:
         table.add_column(split.replace("_", " "), justify="right")
     deployed, single = report.accuracy, report.accuracy_one_forward_per_block
     table.add_row(
-        f"accuracy at {rule_label(config.evaluation.sampler)}", *(_share(deployed.get(name)) for name in splits)
+        f"accuracy at {rule_label(config.deployed_sampler)}", *(_share(deployed.get(name)) for name in splits)
     )
     table.add_row("accuracy, one forward per block", *(_share(single.get(name)) for name in splits))
     rest = [""] * (len(splits) - 1)

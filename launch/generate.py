@@ -38,7 +38,7 @@ def generate(console: Console, run: str, prompts: Sequence[str], overrides: Mapp
         for line in _lines(student, prompts, rows):
             console.print(line, soft_wrap=True)
     written, forwards = sum(row.tokens for row in rows), max(sum(row.forwards for row in rows), 1)
-    rule = rule_label(config.evaluation.sampler)
+    rule = rule_label(config.deployed_sampler)
     console.print(
         Text(f"\n{written} tokens in {forwards} forward passes, {written / forwards:.2f} a pass, at {rule}", "dim")
     )
@@ -95,7 +95,7 @@ def _steps(student: Student, prompts: Sequence[str], tokens: Sequence[Sequence[i
     for row, ids in enumerate(tokens):
         prompt_ids_BP[row, : len(ids)] = ids
     keys_B = row_keys(config.run.seed, 0, np.arange(len(tokens)))
-    sampler = config.evaluation.sampler.settings()
+    sampler = config.deployed_sampler.settings()
     # A chat's answer begins on a line of its own; a plain completion goes on where the prompt ends.
     shown = [f"{prompt}\n" if config.task.chat else prompt for prompt in prompts]
     rows: list[Row] = []

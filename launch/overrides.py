@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from contracts.errors import ConfigError
 
@@ -54,7 +54,10 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
         *sections, name = path.split(".")
         place = result
         for depth, section in enumerate(sections):
-            place = place.setdefault(section, {})
+            if place.get(section) is None:
+                # A section that is left out, or stands for its default.
+                place[section] = {}
+            place = place[section]
             if not isinstance(place, dict):
                 raise ConfigError(
                     f"--{path}: {'.'.join(sections[: depth + 1])} is a setting ({place!r}), not a section"
@@ -98,4 +101,7 @@ def _annotation(path: str) -> Any:
         if part not in annotation.model_fields:
             return Any
         annotation = annotation.model_fields[part].annotation
+        sections = [kind for kind in get_args(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if sections and part != path.split(".")[-1]:
+            (annotation,) = sections
     return annotation

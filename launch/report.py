@@ -49,7 +49,7 @@ def results(config: RunConfig, summary: Mapping[str, Any]) -> Table:
         table.add_row(label, *cells, _cell(teacher, form))
 
     accuracies = {column: summary.get(f"student_accuracy_{column}") for column in columns.values()}
-    row(f"accuracy at {rule_label(config.evaluation.sampler)}", ".3f", summary.get("teacher_accuracy"), **accuracies)
+    row(f"accuracy at {rule_label(config.deployed_sampler)}", ".3f", summary.get("teacher_accuracy"), **accuracies)
     for split, value in (summary.get("student_accuracy_held_out") or {}).items():
         row(f"  on {split.replace('_', ' ')} prompts", ".3f", None, after=value)
     row("tokens per forward", ".2f", 1.0, after=summary.get("tokens_per_forward"))

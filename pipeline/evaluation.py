@@ -55,9 +55,10 @@ class Evaluator:
 
     def report(self, version: WeightVersion, *, diversity: bool) -> StudentReport:
         """Every figure of one version; `diversity` also draws the samples at temperature 1."""
-        deployed = self._by_split(version, self._settings.sampler.settings())
-        single = self._by_split(version, ONE_FORWARD_PER_BLOCK)
+        deployed = self._by_split(version, self._ground.config.deployed_sampler.settings())
         train = deployed[TRAIN]
+        # Without right answers there is nothing to ask of single forwards.
+        single = self._by_split(version, ONE_FORWARD_PER_BLOCK) if "accuracy" in train else {}
         return StudentReport(
             version=version,
             accuracy={split: values["accuracy"] for split, values in deployed.items() if "accuracy" in values},
@@ -86,7 +87,7 @@ class Evaluator:
         if not samples:
             return None
         repeated = [row for row in chosen for _ in range(samples)]
-        sampler = replace(self._settings.sampler.settings(), temperature=1.0)
+        sampler = replace(self._ground.config.deployed_sampler.settings(), temperature=1.0)
         texts = [
             sample.completion
             for part in self._results(self._decode("diversity", version, sampler, repeated))

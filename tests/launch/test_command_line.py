@@ -126,3 +126,10 @@ def test_a_dry_run_prints_a_config_that_reads_back_and_writes_nothing(capsys, mo
     assert list(tmp_path.iterdir()) == []
     Path("resolved.yaml").write_text(printed[: printed.index("\n\n")])
     assert resolve(Run(config="resolved.yaml"), {}).training.steps == 9
+
+
+def test_a_section_that_stands_for_its_default_can_be_opened_by_an_override():
+    tree = {"evaluation": {"sampler": None}, "student": None}
+    changed = apply_overrides(tree, {"evaluation.sampler.value": "0.5", "student.width": "32", "run.name": "1"})
+    assert changed == {"evaluation": {"sampler": {"value": 0.5}}, "student": {"width": 32}, "run": {"name": "1"}}
+    assert apply_overrides(tree, {"evaluation.sampler": "null"}) == tree

@@ -1,7 +1,7 @@
 import pytest
 
 from contracts.errors import ConfigError
-from pipeline.config import parse_config
+from pipeline.config import SamplerConfig, parse_config
 
 GOOD = {
     "run": {"name": "good"},
@@ -38,11 +38,56 @@ def changed(**sections):
         ({"runner": {"rollout": {"num_gpus": 0.5}}}, "runner.rollout"),
         ({"model": {"heads": 3, "kv_heads": 2}}, "model"),
         ({"model": {"source": "gguf"}}, "model"),
+        ({"model": {"path": "x.gguf"}}, "model"),
+        ({"model": {"source": "gguf", "path": "x.gguf", "width": 32}, "teacher": {"steps": 0}}, "model"),
+        ({"model": {"source": "gguf", "path": "x.gguf"}}, "teacher.steps"),
+        ({"evaluation": {"sampler": {"rule": "static", "value": 5}}}, "evaluation.sampler.value"),
+        ({"diffusion": {"origin": "sequence", "prompt_attention": "full"}}, "diffusion"),
+        ({"run": {"seed": 2**63}}, "run.seed"),
+        ({"runner": {"trainer": {"count": 2}}}, "runner.trainer"),
+        ({"runner": {"rollout": {"num_gpus": 2}}}, "runner.rollout"),
+        ({"runner": {"teacher": {"num_gpus": 2}}}, "runner.teacher"),
     ],
 )
 def test_a_value_out_of_its_domain_is_named_by_its_dotted_path(sections, path):
     with pytest.raises(ConfigError, match=path.replace(".", r"\.")):
         parse_config(changed(**sections))
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "rollout.temperature",
+        "rollout.value",
+        "objective.soft",
+        "objective.temperature",
+        "training.learning_rate",
+        "training.max_grad_norm",
+        "teacher.learning_rate",
+        "runner.item_deadline",
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused(path, number):
+    section, name = path.split(".")
+    rule = {"rule": "factor"} if section == "rollout" else {}
+    with pytest.raises(ConfigError, match=path.replace(".", r"\.")):
+        parse_config(changed(**{section: {**rule, name: number}}))
+
+
+def test_problems_between_sections_are_told_at_once_and_by_path():
+    static = {"rule": "static", "value": 5}
+    with pytest.raises(ConfigError) as refusal:
+        parse_config(changed(rollout=static, evaluation={"sampler": static}, teacher={"steps": 0}))
+    lines = [line.split(":")[0] for line in str(refusal.value).splitlines()[1:]]
+    assert lines == ["  rollout.value", "  evaluation.sampler.value", "  teacher.steps"]
+
+
+def test_the_student_is_measured_as_it_is_rolled_out_unless_stated():
+    rollout = {"rule": "prefix", "value": 0.7, "temperature": 1.0}
+    assert parse_config(changed(rollout=rollout)).deployed_sampler == SamplerConfig(**rollout)
+    stated = parse_config(changed(rollout=rollout, evaluation={"sampler": {"value": 0.5}})).deployed_sampler
+    assert stated == SamplerConfig(rule="prefix", value=0.5, temperature=1.0)
 
 
 def test_every_problem_is_told_at_once():
@@ -67,6 +112,8 @@ def test_the_digest_knows_what_decides_the_result_and_nothing_else():
         {"evaluation": {"rows": 7}},
     ):
         assert digest(**sections) != plain
+    named = {parse_config(GOOD).digest(prompts) for prompts in ("", "one", "other")}
+    assert len(named) == 3
 
 
 def test_the_teachers_digest_does_not_change_with_the_students_training():
@@ -74,3 +121,5 @@ def test_the_teachers_digest_does_not_change_with_the_students_training():
     assert parse_config(changed(training={"rows": 8}, objective={"hard": 0.5})).teacher_digest() == plain
     assert parse_config(changed(teacher={"steps": 2})).teacher_digest() != plain
     assert parse_config(changed(run={"seed": 1})).teacher_digest() != plain
+    assert parse_config(changed(runner={"visible_cores": 4})).teacher_digest() != plain
+    assert parse_config(GOOD).teacher_digest("another corpus") != plain
