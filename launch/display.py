@@ -100,7 +100,7 @@ class LineDisplay:
         self._readings.event(kind, **fields)
         for name in self._readings.stages.keys() - known:
             self._line(self._readings.stages[name])
-        if kind in ("refuse", "replace", "lost", "unusable", "evaluation"):
+        if kind in ("refuse", "replace", "lost", "unusable", "evaluation", "alarm"):
             shown = {name: figure(value) if isinstance(value, float) else value for name, value in fields.items()}
             self._say("  ".join([kind, *(f"{name} {value}" for name, value in shown.items())]))
 

@@ -71,6 +71,7 @@ class Readings:
         self.step: int | None = None
         self.refused = 0
         self._replaced = 0
+        self._alarms: list[Mapping[str, Any]] = []
         self._evaluated: Mapping[str, Any] = {}
         self.latest: Any = None
         self._waited: Mapping[str, float] = {}
@@ -93,6 +94,8 @@ class Readings:
     def event(self, kind: str, **fields: Any) -> None:
         if kind == "refuse":
             self.refused += 1
+        elif kind == "alarm":
+            self._alarms.append(fields)
         elif kind == "replace":
             self._replaced += 1
         elif kind == "evaluation":
@@ -136,6 +139,10 @@ class Readings:
         shown |= {"lag": str(self._lag), "refused": str(self.refused)}
         if self._replaced:
             shown["replaced"] = str(self._replaced)
+        if self._alarms:
+            last = self._alarms[-1]
+            name, value, tolerance = last["metric"].split("/")[-1], figure(last["value"]), figure(last["tolerance"])
+            shown["alarms"] = f"{len(self._alarms)}, last {name} {value} > {tolerance} at step {last['step']}"
         total = sum(self._waited.values())
         if total > 0:
             shown["waits for"] = "  ".join(f"{worker} {self._waited[worker] / total:.0%}" for worker in _WORKERS)

@@ -17,6 +17,12 @@ from pipeline.groundwork import TRAIN
 from pipeline.loop import Loop
 
 STUDENT_FILE = "student.safetensors"
+GAP_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.1}
+"""By dtype of activations, how far the trainer's log-probabilities of a rollout's tokens may be, on average, from those
+recorded, at temperature 1 and lag 0. Between cached decoding and the two-stream forward only the order of sums differs: in
+float32 that is about 1e-5, so 1e-2 leaves room for deep models and TF32 products. A bfloat16 activation has 8 bits: logits
+of size 10 are off by some hundredths. Other weights, or another canvas, were seen at 1e-2 to 1 and more.
+"""
 
 
 @dataclass(frozen=True)
@@ -145,16 +151,22 @@ class Job:
             steps=training.steps,
             micro_batches=training.micro_batches,
             deadline=self.config.runner.item_deadline,
+            gap_tolerance=self._gap_tolerance(),
             after_step=after_step,
             versions=self.restored,
         )
+
+    def _gap_tolerance(self) -> float:
+        # Logits are divided by the temperature, and their rounding with them; greedy confidences are at temperature 1.
+        temperature = self.config.rollout.temperature or 1.0
+        return GAP_TOLERANCE[self.preparation.parts.student.dtype] / min(1.0, temperature)
 
     def _after_step(self, version: WeightVersion) -> None:
         training, evaluation = self.config.training, self.config.evaluation
         if training.save_every and version.step % training.save_every == 0 and version.step < training.steps:
             self._ask("save")
         if evaluation.every and version.step % evaluation.every == 0 and version.step < training.steps:
-            values = self.evaluator.accuracy(version, evaluation.sampler.settings())
+            values = self.evaluator.accuracy(version, self.config.deployed_sampler.settings())
             flat = {
                 f"evaluation/{split}/{name}": value for split, part in values.items() for name, value in part.items()
             }
@@ -196,7 +208,7 @@ class _Stopwatch:
 def summarise(preparation: Preparation, outcome: Outcome) -> dict[str, Any]:
     """The figures of ``summary.json``; the recorder adds what it counted."""
     teacher, after = preparation.weights.teacher_report, outcome.after
-    sampler = preparation.ground.config.evaluation.sampler
+    sampler = preparation.ground.config.deployed_sampler
     return {
         "teacher_accuracy": teacher.accuracy,
         "student_accuracy_before": None if outcome.before is None else outcome.before.accuracy.get(TRAIN),

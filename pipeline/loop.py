@@ -17,7 +17,7 @@ The loop holds handles and small records, never arrays. Item k of step s is trai
 written by the same weights: gradients are unreduced sums, so overlap inside a step costs no staleness.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from contracts.errors import CheckpointError, FreshnessError
@@ -28,6 +28,7 @@ from contracts.work import ItemReport, RolloutRequest, StepReport
 
 STAGES = ("rollout", "teacher", "trainer")
 MAX_ATTEMPTS = 3
+GAP = "distill/log_prob_gap"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Loop:
       steps: windows to close, counted from step 0 of the run.
       micro_batches: N, items per step.
       deadline: seconds without any result before the run ends.
+      gap_tolerance: of ``distill/log_prob_gap`` in a step written by the trainer's own weights: what rounding explains.
+        More (or a NaN) is an ``alarm``: the trainer does not see what the rollout saw.
       after_step: called with each new version once it is published.
     """
 
@@ -64,6 +67,7 @@ class Loop:
     steps: int
     micro_batches: int
     deadline: float
+    gap_tolerance: float = float("inf")
     after_step: Callable[[WeightVersion], None] = lambda version: None
     versions: dict[int, WeightVersion] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -153,7 +157,9 @@ class Loop:
         self.version = report.version
         self.versions[report.version.step] = report.version
         self._flight[self.runtime.trainer.submit("publish")] = Item("published", item.step)
-        self.recorder.metrics(item.step, {**report.metrics, **self._statistics()})
+        values = {**report.metrics, **self._statistics()}
+        self.recorder.metrics(item.step, values)
+        self._check_gap(item.step, values)
         self.recorder.samples(item.step, [sample for part in self._reports for sample in part.samples])
         self.recorder.event(
             "update",
@@ -164,6 +170,13 @@ class Loop:
             ],
         )
         self._reports = []
+
+    def _check_gap(self, step: int, values: Mapping[str, float]) -> None:
+        # A lagging step was written by other weights: its gap measures the lag.
+        if GAP in values and values["lag"] == 0 and not values[GAP] <= self.gap_tolerance:
+            self.recorder.event(
+                "alarm", step=step, metric=GAP, value=values[GAP], tolerance=self.gap_tolerance, lag=values["lag"]
+            )
 
     def _on_published(self, handle: Handle, item: Item) -> None:
         self.runtime.rollout.publish(self.version, handle)

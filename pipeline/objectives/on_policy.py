@@ -23,7 +23,7 @@ def configured_divergence(objective: ObjectiveSettings) -> Divergence:
 
 
 def configure_student_distillation(
-    trainer: Trainer, layout: BlockLayout, objective: ObjectiveSettings, rollout_temperature: float
+    trainer: Trainer, layout: BlockLayout, objective: ObjectiveSettings, rollout_temperature: float | None
 ) -> Trainer:
     """Sets a trainer up for the run's `DiffusionDistillationBatch`es and returns it.
 
@@ -36,7 +36,8 @@ def configure_student_distillation(
       trainer: a `PeftTrainer`.
       layout: of the student.
       objective: divergence, temperature and weights.
-      rollout_temperature: at which the rollouts recorded their log-probabilities; 0 is greedy.
+      rollout_temperature: at which the rollouts recorded their log-probabilities; 0 is greedy. None where the canvases
+        were not visited by them (random states): nothing was recorded, and there is no gap to report.
     """
     settings: dict[str, Any] = {
         "temperature": objective.temperature,
@@ -57,6 +58,8 @@ def configure_student_distillation(
         output = diffusion_opd_loss_fn(
             model, batch, logits_fn, divergence=divergence, soft_loss_groups=_left_context, **settings
         )
+        if rollout_temperature is None:
+            return output
         gap = log_prob_gap(scored[0], batch.student_batch, rollout_temperature)
         return replace(output, aux_metrics={**output.aux_metrics, "distill/log_prob_gap": gap})
 

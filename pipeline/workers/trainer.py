@@ -52,8 +52,11 @@ class TrainerWorker:
                 non_finite=training.non_finite,
             ),
         )
-        objective, sampler = self._parts.config.objective, self._parts.config.rollout
-        configure_student_distillation(self._peft, self._parts.layout, objective, sampler.temperature)
+        config = self._parts.config
+        visited = config.states.kind == "trajectory"
+        configure_student_distillation(
+            self._peft, self._parts.layout, config.objective, config.rollout.temperature if visited else None
+        )
         self._step = self._next_item = 0
         self._published, self._trees = {}, {}
         return self._publish_version()

@@ -115,6 +115,14 @@ def test_the_latest_evaluation_and_lost_workers_are_told(readings):
     assert figures["replaced"] == "1"
 
 
+def test_an_alarm_is_shown_with_both_of_its_sides(readings, time):
+    console = piped()
+    with LineDisplay(console, readings) as lines:
+        lines.event("alarm", step=3, metric="distill/log_prob_gap", value=0.25, tolerance=0.01, lag=0.0)
+    assert "distill/log_prob_gap" in printed(console) and "0.250" in printed(console)
+    assert readings.figures()["alarms"] == "1, last log_prob_gap 0.250 > 0.0100 at step 3"
+
+
 def test_the_stage_that_ended_the_run_is_marked(readings):
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     with pytest.raises(ValueError), display(console, readings) as panel:
@@ -244,7 +252,9 @@ def test_a_good_student_is_suggested_for_one_pass_per_block_and_its_lost_diversi
 
 def test_a_poor_student_of_a_weak_teacher_gets_the_teacher_first():
     text = report({**SUMMARY, "teacher_accuracy": 0.5, "student_accuracy_after": 0.1})
-    assert text.index("--teacher.steps 5000") < text.index("--training.steps 1000")
+    config = parse_config(find("split").tree)
+    more_teacher, more_training = 2 * config.teacher.steps, 2 * config.training.steps
+    assert text.index(f"--teacher.steps {more_teacher}") < text.index(f"--training.steps {more_training}")
     assert "it can be deployed that way" not in text
 
 

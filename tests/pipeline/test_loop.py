@@ -1,6 +1,7 @@
 """The loop, in virtual time and in process, against a plain for loop that knows no pools."""
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -320,6 +321,27 @@ def test_a_step_reports_rows_and_statistics_of_all_its_items():
     for step, values in loop.recorder.values:
         assert (values["rows_trained"], values["rows_weighted"]) == (2 * ITEMS, 2 * ITEMS), step
         assert values["rollout/completion_length"] == 3.0 and values["rollout/tokens"] == 3.0 * 2 * ITEMS
+
+
+class Gapped(FakeTrainer):
+    """Reports a stated gap for each step."""
+
+    gaps = (0.5, 0.01, float("nan"), 0.02)
+
+    def update(self):
+        report = super().update()
+        return replace(report, metrics={**report.metrics, "distill/log_prob_gap": self.gaps[report.step]})
+
+
+@pytest.mark.parametrize(("lag", "expected"), [(0, [0, 2, 3]), (1, [0])])
+def test_a_gap_beyond_rounding_is_an_alarm_where_the_trainers_own_weights_wrote_the_step(lag, expected):
+    policy = FreshnessPolicy(RUN_ID, lag)
+    runtime = fake_runtime(policy, trainer=WorkerSpec(Gapped, (policy,)))
+    loop = loop_on(runtime, policy, 4, gap_tolerance=0.01)
+    loop.run()
+    alarms = loop.recorder.of_kind("alarm")
+    assert [alarm["step"] for alarm in alarms] == expected
+    assert (alarms[0]["value"], alarms[0]["tolerance"]) == (0.5, 0.01)
 
 
 def test_the_loop_opens_no_step_when_all_are_closed():

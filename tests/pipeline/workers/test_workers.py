@@ -1,4 +1,5 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from contracts.errors import (
 )
 from contracts.weights import fingerprint
 from contracts.wire import decode, decode_tree, encode
+from pipeline.build import assemble
 from pipeline.diffusion.keys import row_keys
 from pipeline.diffusion.uncached import decode_uncached
 from pipeline.models.tree import with_parameters
@@ -103,6 +105,21 @@ def test_other_weights_behind_the_right_step_show_as_a_gap(prepared, workers, tm
         forged = replace(rollout, provenance=replace(rollout.provenance, version=version))
         workers.trainer.accumulate(forged, targets)
     assert workers.trainer.update().metrics["distill/log_prob_gap"] > 1e-2
+
+
+def test_random_states_report_no_gap_since_nothing_was_recorded_about_them(make_config, prepared, tmp_path):
+    config = make_config(states={"kind": "random"})
+    drawn = assemble(replace(prepared.ground, config=config), prepared.weights, tmp_path)
+    rollout, teacher, trainer = (
+        spec.construct("worker") for spec in (drawn.specs.rollout, drawn.specs.teacher, drawn.specs.trainer)
+    )
+    teacher.load(drawn.weights.teacher)
+    version = trainer.load(drawn.weights.student)
+    rollout.load(version, drawn.weights.student, 1)
+    roles = SimpleNamespace(rollout=rollout, teacher=teacher, version=version)
+    for index in range(2):
+        trainer.accumulate(*item(drawn, roles, index))
+    assert "distill/log_prob_gap" not in trainer.update().metrics
 
 
 REFUSALS = {
