@@ -63,11 +63,11 @@ def mean_scale(window: MetricSums) -> jax.Array:
         window: The window's sums; its primary loss gives the denominator and its bounds.
 
     Returns:
-        float32 scalar; exactly 0 where Σdenominator is 0.
+        float32 scalar; exactly 0 where that divisor is 0.
     """
     loss = window[PRIMARY_LOSS]
     divisor = loss.count if isinstance(loss, ScalarMean) else loss.bounded_denominator()
-    empty = (total_denominator(window) == 0) | (divisor == 0)
+    empty = divisor == 0
     return jnp.where(empty, jnp.float32(0), jnp.float32(1) / jnp.where(empty, jnp.float32(1), divisor))
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from contracts.errors import BatchValueError
-from contracts.losses import MetricSums, merge_windows
+from contracts.losses import MetricSums
 from contracts.weights import fingerprint
 from pipeline.training.accumulator import GradientAccumulator
 from pipeline.training.leaves import key_bits, named_leaves
@@ -54,14 +54,12 @@ class OpenWindow:
     ) -> GradientAccumulator:
         """The accumulator with a place for every metric of the next micro-batch; `self` is not changed.
 
+        A metric that changed its kind or bounds keeps its place here and is refused where it is added.
+
         Args:
             shapes: Shapes of that micro-batch's sums.
             allocate: Makes an empty accumulator for such sums.
             replicate: Places small arrays.
-
-        Raises:
-            TypeError: A metric changes between weighted and scalar inside the window.
-            ValueError: A metric's bounds change inside the window.
         """
         current = self.accumulator
         if current is None:
@@ -70,7 +68,6 @@ class OpenWindow:
             if jax.tree.structure(current.window) == jax.tree.structure(shapes):
                 return current
             return replace(current, window=replicate(zeros(shapes)))
-        jax.eval_shape(merge_windows, current.window, shapes)
         missing = {name: sums for name, sums in shapes.items() if name not in current.window}
         if not missing:
             return current

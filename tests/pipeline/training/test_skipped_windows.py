@@ -6,6 +6,7 @@ import optax
 import pytest
 
 from contracts.errors import NonFiniteError
+from contracts.losses import LossOutput, WeightedMetric
 
 
 def leaves(trainer):
@@ -34,14 +35,11 @@ def test_a_window_without_weight_is_closed_and_leaves_weights_and_optimiser_alon
     assert report.skips == {"zero weight": 1}
 
 
-def test_without_weight_even_a_nan_gradient_is_exactly_zero(small):
+@pytest.mark.parametrize("eps", [None, 0.5])
+def test_without_weight_even_a_nan_gradient_is_exactly_zero(small, eps):
     def poisoned(model, **batch):
-        output = small.loss(model, **batch)
-        return type(output)(
-            type(output.primary_loss)(
-                output.primary_loss.unreduced_sum * np.float32(np.nan), output.primary_loss.denominator
-            )
-        )
+        clean = small.loss(model, **batch).primary_loss
+        return LossOutput(WeightedMetric(clean.unreduced_sum * np.float32(np.nan), clean.denominator, eps=eps))
 
     trainer = small.trainer(small.capture(), loss=poisoned)
     trainer.accumulate(small.batch(2, seed=0, weights=0.0))
