@@ -87,14 +87,14 @@ def _steps(student: Student, prompts: Sequence[str], tokens: Sequence[Sequence[i
     import numpy as np
 
     from pipeline.diffusion.decoding import decode_blocks
-    from pipeline.diffusion.keys import row_keys
+    from pipeline.diffusion.keys import evaluation_keys
 
     config, layout = student.config, student.ground.layout
     prompt_ids_BP = np.zeros((len(tokens), layout.prompt_length), np.int32)
     lengths_B = np.array([len(row) for row in tokens], np.int32)
     for row, ids in enumerate(tokens):
         prompt_ids_BP[row, : len(ids)] = ids
-    keys_B = row_keys(config.run.seed, 0, np.arange(len(tokens)))
+    keys_B = evaluation_keys(config.run.seed, np.arange(len(tokens)))
     sampler = config.deployed_sampler.settings()
     # A chat's answer begins on a line of its own; a plain completion goes on where the prompt ends.
     shown = [f"{prompt}\n" if config.task.chat else prompt for prompt in prompts]

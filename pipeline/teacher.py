@@ -18,7 +18,7 @@ from contracts.work import SamplerSettings
 from pipeline.data.prompts import PromptRow
 from pipeline.data.tasks import CorpusTask
 from pipeline.diffusion.decoding import decode
-from pipeline.diffusion.keys import row_keys
+from pipeline.diffusion.keys import evaluation_keys
 from pipeline.groundwork import TRAIN, Groundwork, model_file
 from pipeline.measures import distinct_right_answers, evenly_spaced, right_answers
 from pipeline.models.decoder import Decoder
@@ -104,7 +104,7 @@ def _sample(model: Decoder, ground: Groundwork, row: PromptRow, samples: int) ->
     prompt_ids_BP = np.zeros((samples, layout.prompt_length), np.int32)
     prompt_ids_BP[:, : len(row.tokens)] = row.tokens
     lengths_B = np.full((samples,), len(row.tokens), np.int32)
-    keys_B = row_keys(ground.config.run.seed, row.row_number, np.arange(samples))
+    keys_B = evaluation_keys(ground.config.run.seed, row.row_number * samples + np.arange(samples))
     sampler = SamplerSettings("static", 1.0, temperature=1.0)
     decoded = jax.device_get(decode(model, prompt_ids_BP, lengths_B, keys_B, layout, sampler, ground.stop_ids))
     texts = []

@@ -1,6 +1,7 @@
 """Where every random draw of a rollout comes from: never from a worker, a batch slot or the clock.
 
     seed ▶ training step ▶ global stream index of the row  =  the row's key   (`row_keys`)
+    seed ▶ 0 ▶ index among what is measured ▶ EVALUATION   =  likewise, of a row that is measured (`evaluation_keys`)
     row key ▶ purpose ▶ block ▶ denoising step             =  one draw's key  (`fold`)
 
 The stream index is the row's place in the run's endless stream of prompts, not its id in the data: a small data set
@@ -47,6 +48,19 @@ def row_keys(seed: int, step: int, stream_indices_B: np.ndarray) -> Key[Array, "
     for name, value in (("seed", seed), ("step", step), ("stream index", stream_indices_B)):
         words[name] = _words(name, value)
     return _row_keys(words["seed"], words["step"], words["stream index"])
+
+
+def evaluation_keys(seed: int, indices_B: np.ndarray) -> Key[Array, "B"]:
+    """One key per row that is measured and not trained on; never one of `row_keys`.
+
+    Args:
+      seed: the run's.
+      indices_B: host integers ``[B]`` ≥ 0, one for each draw that is to be independent of the others.
+
+    Raises:
+      BatchValueError: as `row_keys`.
+    """
+    return fold(row_keys(seed, 0, indices_B), int(Purpose.EVALUATION))
 
 
 def _words(name: str, value: int | np.ndarray) -> np.ndarray:

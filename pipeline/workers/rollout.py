@@ -23,7 +23,7 @@ from contracts.work import (
 )
 from pipeline.diffusion.decoded import Decoded
 from pipeline.diffusion.decoding import decode
-from pipeline.diffusion.keys import row_keys
+from pipeline.diffusion.keys import evaluation_keys, row_keys
 from pipeline.diffusion.states import StateWeights, random_states, trajectory_states
 from pipeline.models.decoder import Decoder
 from pipeline.models.tree import with_parameters
@@ -106,7 +106,7 @@ class RolloutWorker:
         Rows beyond ``request.prompts`` only fill the batch's fixed shape; they are decoded and not counted.
         """
         held = self._holding(request.version)
-        keys_B = row_keys(request.seed, 0, request.stream_indices_B)
+        keys_B = evaluation_keys(request.seed, request.stream_indices_B)
         decoded = jax.device_get(
             decode(
                 held.model,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from contracts.errors import BatchValueError
-from pipeline.diffusion.keys import Purpose, fold, row_keys
+from pipeline.diffusion.keys import Purpose, evaluation_keys, fold, row_keys
 
 
 def bits(keys):
@@ -51,3 +51,11 @@ def test_traced_numbers_fold_like_plain_ones():
     keys_B = row_keys(0, 0, np.arange(2))
     traced = jax.jit(lambda block, step: fold(keys_B, Purpose.PROPOSAL, block, step))(4, 2)
     assert bits(traced) == bits(fold(keys_B, Purpose.PROPOSAL, 4, 2))
+
+
+def test_no_key_of_a_measured_row_is_that_of_a_trained_row_or_of_one_of_its_draws():
+    measured = set(bits(evaluation_keys(3, np.arange(8))))
+    trained = [row_keys(3, step, np.arange(8)) for step in range(4)]
+    draws = [fold(keys_B, int(purpose), block) for keys_B in trained for purpose in Purpose for block in range(3)]
+    assert len(measured) == 8 and not measured & {key for keys_B in [*trained, *draws] for key in bits(keys_B)}
+    assert set(bits(evaluation_keys(4, np.arange(8)))).isdisjoint(measured)

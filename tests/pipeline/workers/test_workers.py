@@ -1,6 +1,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,8 +20,10 @@ from contracts.errors import (
 )
 from contracts.weights import fingerprint
 from contracts.wire import decode, decode_tree, encode
+from contracts.work import EvaluationRequest, SamplerSettings
 from pipeline.build import assemble
-from pipeline.diffusion.keys import row_keys
+from pipeline.diffusion.decoding import decode as decode_rows
+from pipeline.diffusion.keys import evaluation_keys, row_keys
 from pipeline.diffusion.uncached import decode_uncached
 from pipeline.models.tree import with_parameters
 from pipeline.workers.parts import abstract_decoder
@@ -74,6 +77,46 @@ def test_a_rollout_writes_what_the_uncached_oracle_writes_for_its_rows_keys(prep
     valid = rollout.clean.valid_BL
     np.testing.assert_array_equal(valid.sum(axis=1), request.prompt_lengths_B + np.asarray(oracle.length_B))
     np.testing.assert_array_equal(rollout.clean.tokens_BL[valid], np.asarray(oracle.tokens_BL)[valid])
+
+
+def test_what_is_measured_is_drawn_apart_from_what_is_trained_on(prepared, workers):
+    """At temperature 1, with the prompts, seed and stream indices of the run's first rollout."""
+    request = prepared.request(0, 0, workers.version)
+    sampler = SamplerSettings("static", 4.0, temperature=1.0)
+    measured = workers.rollout.evaluate(
+        EvaluationRequest(
+            name="same rows",
+            version=workers.version,
+            seed=request.seed,
+            sampler=sampler,
+            stream_indices_B=request.stream_indices_B,
+            prompt_ids_BP=request.prompt_ids_BP,
+            prompt_lengths_B=request.prompt_lengths_B,
+            prompts=request.prompts,
+        )
+    )
+    model = with_parameters(workers.rollout._template, decode_tree(prepared.weights.student))
+
+    def texts(keys_B):
+        decoded = decode_rows(
+            model,
+            request.prompt_ids_BP,
+            request.prompt_lengths_B,
+            keys_B,
+            prepared.parts.layout,
+            sampler,
+            prepared.parts.stop_ids,
+        )
+        return [
+            sample.completion
+            for sample in workers.rollout._samples(
+                jax.device_get(decoded), request.prompt_lengths_B, request.prompts, request.stream_indices_B
+            )
+        ]
+
+    drawn = [sample.completion for sample in measured.samples]
+    assert drawn == texts(evaluation_keys(request.seed, request.stream_indices_B))
+    assert drawn != texts(row_keys(request.seed, 0, request.stream_indices_B))
 
 
 def test_the_targets_are_the_teachers_next_token_logits_at_every_weighted_slot(prepared, workers, numpy_decoder):
