@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
-from contracts.errors import OutOfOrderBatchError, WeightsError
+from contracts.errors import ConfigError, OutOfOrderBatchError, WeightsError
 from contracts.freshness import check_targets
 from contracts.roles import Tree
 from contracts.weights import WeightVersion, fingerprint
@@ -18,17 +19,25 @@ from pipeline.objectives.on_policy import configure_student_distillation
 from pipeline.objectives.opd import check_prepared_batch
 from pipeline.training.checkpoint import CheckpointStore
 from pipeline.training.config import TrainingConfig
+from pipeline.training.sharding import training_mesh
 from pipeline.training.state import Progress, TrainerState
 from pipeline.training.trainer import PeftTrainer
 from pipeline.workers.parts import Parts, abstract_decoder
 
 
 class TrainerWorker:
-    """Holds the student being trained, the published versions, and the rule of what may be trained on."""
+    """Holds the student being trained, the published versions, and the rule of what may be trained on.
+
+    It trains on every device of its process, the rows of a micro-batch split over them.
+
+    Raises:
+      ConfigError: the rows do not divide over the devices.
+    """
 
     def __init__(self, parts: Parts, checkpoints: str, *, name: str):
         self.name = name
         self._parts = parts
+        self._mesh = devices_mesh(parts.config.training.rows)
         self._store = CheckpointStore(checkpoints)
         self._peft: PeftTrainer | None = None
         self._model: Decoder | None = None
@@ -50,6 +59,7 @@ class TrainerWorker:
                 gradient_accumulation_steps=training.micro_batches,
                 max_steps=training.steps,
                 non_finite=training.non_finite,
+                mesh=self._mesh,
             ),
         )
         config = self._parts.config
@@ -185,6 +195,23 @@ class TrainerWorker:
         tree = encode_tree({name: np.array(jax.device_get(array)) for name, array in weights.items()})
         self._trees = {step: old for step, old in self._trees.items() if step in kept} | {self._step: tree}
         return version
+
+
+def devices_mesh(rows: int) -> Mesh | None:
+    """Every device of this process on the data axis; None where there is one.
+
+    Raises:
+      ConfigError: ``rows`` do not divide over them.
+    """
+    devices = jax.local_devices()
+    if len(devices) == 1:
+        return None
+    if rows % len(devices):
+        raise ConfigError(
+            f"training.rows is {rows} and the trainer has {len(devices)} devices, over which the rows of a micro-batch "
+            "are split: make it a multiple, or give the trainer fewer devices"
+        )
+    return training_mesh(devices)
 
 
 def make_optimizer(training: TrainingSettings) -> optax.GradientTransformation:
