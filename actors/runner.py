@@ -9,7 +9,7 @@ from actors.handles import RayHandle
 from actors.pool import RayPool
 from actors.session import ROLES, RaySession, check_fits, settings_of, shortage, start_ray
 from actors.waiter import RayWaiter
-from contracts.errors import ConfigError, DeadlineError
+from contracts.errors import DeadlineError
 from contracts.roles import Recorder
 from pipeline.config import RunConfig
 from pipeline.workers.spec import WorkerSpec, WorkerSpecs
@@ -33,8 +33,6 @@ class RayRuntime:
 
     def __init__(self, specs: WorkerSpecs, config: RunConfig, recorder: Recorder, session: RaySession | None = None):
         runner = config.runner
-        if runner.trainer.count != 1:
-            raise ConfigError(f"runner.trainer.count is {runner.trainer.count}; one process trains: set it to 1")
         self._pools: list[RayPool] = []
         self._session = session or start_ray(runner)
         try:

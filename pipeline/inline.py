@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import count, cycle
 from typing import Any
 
-from contracts.errors import ConfigError, DeadlineError, NotDoneError, VersionNotHeldError, WeightsError
+from contracts.errors import DeadlineError, NotDoneError, VersionNotHeldError, WeightsError
 from contracts.roles import Handle
 from contracts.weights import WeightVersion
 from contracts.work import EvaluationRequest, RolloutRequest
@@ -205,18 +205,10 @@ class InlineRuntime:
     Args:
       specs: how each role's worker is made.
       config: the run's settings; ``runner`` says how many workers a role has.
-
-    Raises:
-      ConfigError: the trainer is to be several processes, which one process cannot be.
     """
 
     def __init__(self, specs: WorkerSpecs, config: RunConfig):
         runner = config.runner
-        if runner.trainer.count != 1:
-            raise ConfigError(
-                f"runner.trainer.count is {runner.trainer.count}: a trainer of several processes needs "
-                "runner.kind ray; inline, set it to 1"
-            )
         self.trainer = InlinePool("trainer", specs.trainer, 1)
         self.teacher = InlinePool("teacher", specs.teacher, runner.teacher.count)
         self.rollout = InlinePool("rollout", specs.rollout, runner.rollout.count)

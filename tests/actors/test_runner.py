@@ -87,11 +87,6 @@ def test_a_request_beyond_a_machine_that_will_not_grow_is_refused_at_once(ray_se
         RayRuntime(fake_specs(), wanting, ListRecorder(), RaySession(opened=False, fixed=True))
 
 
-def test_several_trainers_are_refused(ray_session):
-    with pytest.raises(ConfigError, match="one process trains"):
-        RayRuntime(fake_specs(), run_config(trainer={"count": 2}), ListRecorder())
-
-
 def test_a_stale_ray_address_was_dropped(ray_session):
     assert "RAY_ADDRESS" not in os.environ and ray.cluster_resources()["CPU"] == CPUS
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from contracts.errors import (
-    ConfigError,
     DeadlineError,
     NotDoneError,
     StaleBatchError,
@@ -73,7 +72,7 @@ class Liar(FakeRolloutWorker):
         return super().load(version, tree, intent)
 
 
-def config(rollout: int = 1, teacher: int = 1, trainer: int = 1):
+def config(rollout: int = 1, teacher: int = 1):
     return parse_config(
         {
             "run": {"name": "test"},
@@ -85,7 +84,6 @@ def config(rollout: int = 1, teacher: int = 1, trainer: int = 1):
                 "kind": "inline",
                 "rollout": {"count": rollout},
                 "teacher": {"count": teacher},
-                "trainer": {"count": trainer},
             },
         }
     )
@@ -351,8 +349,3 @@ def test_after_a_load_that_failed_a_worker_is_not_taken_to_hold_what_it_held_bef
         generate(runtime, bad)
     assert generate(runtime, good).provenance.version == good
     assert loads(runtime) == [[(1, 0), (2, 1), (3, 0)]]
-
-
-def test_a_trainer_of_several_processes_is_a_config_error_inline(start):
-    with pytest.raises(ConfigError, match=r"runner\.trainer\.count is 2"):
-        start(trainer=2)
