@@ -61,10 +61,29 @@ class Trainer(Protocol):
     def update(self) -> StepReport: ...
 
     def publish(self) -> Tree:
-        """The weights of the latest version, in the rollout dtype and wire form."""
+        """The weights of the latest version in wire form, in the dtype in which they are trained."""
         ...
 
-    def save(self) -> str: ...
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A trainer that can go back to where it was, between two windows."""
+
+    def save(self) -> int:
+        """Write a checkpoint: state, and every published tree that a later step may be written by; returns the step."""
+        ...
+
+    def restore(self) -> list[WeightVersion]:
+        """Go to the newest checkpoint; returns the versions that later steps may be written by, in order.
+
+        Raises:
+          CheckpointError: there is none, it is damaged, or another run made it.
+        """
+        ...
+
+    def published(self, step: int) -> Tree:
+        """The weights of a version that is still kept, in wire form."""
+        ...
 
 
 @runtime_checkable

@@ -103,8 +103,6 @@ class Readings:
             if MEASURING in self.stages and self.stages[MEASURING].ended is None:
                 self.finish()
         elif kind == "resume":
-            # What was measured before the first step is not measured again.
-            self.stages.pop(MEASURING, None)
             if fields["step"] >= self.steps:
                 self.progress(MEASURING_AGAIN, 0, 0)
         elif kind == "publish" and fields["step"] in (0, self.steps):

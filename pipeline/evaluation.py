@@ -12,6 +12,7 @@ from pipeline.data.prompts import PromptRow, pad_prompts
 from pipeline.groundwork import TRAIN, Groundwork
 from pipeline.loop import reduce_statistics
 from pipeline.measures import distinct_right_answers, evenly_spaced
+from pipeline.waiting import results_of
 
 ONE_FORWARD_PER_BLOCK = SamplerSettings("static", 1.0)
 
@@ -72,14 +73,18 @@ class Evaluator:
             empty=train["empty"],
         )
 
-    def accuracy(self, version: WeightVersion, sampler: SamplerSettings) -> dict[str, dict[str, float]]:
-        """Split → name → value with one sampler."""
-        return self._by_split(version, sampler)
+    def accuracy(
+        self, version: WeightVersion, sampler: SamplerSettings, beside: Sequence[Handle] = ()
+    ) -> dict[str, dict[str, float]]:
+        """Split → name → value with one sampler; ``beside`` is work in flight that the rollout workers do first."""
+        return self._by_split(version, sampler, beside)
 
-    def _by_split(self, version: WeightVersion, sampler: SamplerSettings) -> dict[str, dict[str, float]]:
+    def _by_split(
+        self, version: WeightVersion, sampler: SamplerSettings, beside: Sequence[Handle] = ()
+    ) -> dict[str, dict[str, float]]:
         rows = {split: evenly_spaced(rows, self._settings.rows) for split, rows in self._ground.splits.items()}
         answers = {split: self._decode(split, version, sampler, chosen) for split, chosen in rows.items()}
-        return {split: reduce_statistics(self._results(handles)) for split, handles in answers.items()}
+        return {split: reduce_statistics(self._results(handles, beside)) for split, handles in answers.items()}
 
     def _distinct(self, version: WeightVersion) -> float | None:
         samples = self._settings.diversity_samples
@@ -125,9 +130,5 @@ class Evaluator:
             prompts=tuple(Prompt(row.text, row.fields) for row in rows),
         )
 
-    def _results(self, handles: Sequence[Handle]) -> list[Evaluation]:
-        waiting = list(handles)
-        while waiting:
-            done = self._runtime.waiter.wait(waiting, self._ground.config.runner.item_deadline)
-            waiting = [handle for handle in waiting if handle not in done]
-        return [handle.result() for handle in handles]
+    def _results(self, handles: Sequence[Handle], beside: Sequence[Handle] = ()) -> list[Evaluation]:
+        return results_of(self._runtime.waiter, handles, self._ground.config.runner.item_deadline, beside)

@@ -1,8 +1,9 @@
 """A run from prepared parts to its summary: load, measure, distil, measure again."""
 
+import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from pipeline.build import Preparation
 from pipeline.evaluation import Evaluator, StudentReport
 from pipeline.groundwork import TRAIN
 from pipeline.loop import Loop
+from pipeline.waiting import results_of, wait_for_all
 
 STUDENT_FILE = "student.safetensors"
+START_FILE = "start.json"
 GAP_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.1}
 """By dtype of activations, how far the trainer's log-probabilities of a rollout's tokens may be, on average, from those
 recorded, at temperature 1 and lag 0. Between cached decoding and the two-stream forward only the order of sums differs: in
@@ -31,8 +34,8 @@ class Outcome:
 
     Attributes:
       version: the final weights.
-      before, warmed, after: the student right after the conversion, at step 0, and at the end; ``before`` and ``warmed``
-        are None when a run is resumed.
+      before, warmed, after: the student right after the conversion, at step 0, and at the end. A resumed run has the first
+        two from the run's beginning, None if they are not in its folder.
       rows_trained: prompts that closed windows consumed.
       seconds: by stage.
     """
@@ -78,19 +81,19 @@ class Job:
         self.evaluator = Evaluator(preparation.ground, runtime)
         self.seconds = dict(preparation.weights.seconds)
         self.restored: dict[int, WeightVersion] = {}
+        self._student: Handle | None = None
 
     def run(self, folder: Path, *, resume: bool) -> Outcome:
         clock = _Stopwatch(self.seconds)
         with clock("load"):
-            version = self.load()
-        before = warmed = None
+            version = self.load(resume=resume)
         if resume:
-            with clock("load"):
-                version = self.restore()
+            before, warmed = read_start(folder)
         else:
             with clock("evaluation"):
                 before, warmed = self._measure_start(version)
-        loop = self.loop(version, after_step=self._after_step)
+            write_start(folder, before, warmed)
+        loop = self.loop(version, after_step=lambda version: self._after_step(version, loop.in_flight))
         with clock("on_policy"):
             final = loop.run()
             self._ask("save")
@@ -101,22 +104,29 @@ class Job:
         self.seconds |= {f"waited for {stage}": seconds for stage, seconds in loop.waited.items()}
         return Outcome(final, before, warmed, after, final.step * training.micro_batches * training.rows, self.seconds)
 
-    def load(self) -> WeightVersion:
-        """Give every role its weights; returns version 0."""
+    def load(self, *, resume: bool = False) -> WeightVersion:
+        """Give every role its weights: those of step 0, or of the newest checkpoint; returns the student's version.
+
+        Raises:
+          CheckpointError: there is nothing to resume, or it is damaged or another run's.
+        """
         teacher = self.runtime.put("teacher weights", self.preparation.weights.teacher)
         student = self.runtime.put("student weights", self.preparation.weights.student)
         scorers = self.runtime.teacher.prepare("load", teacher)
         trainer = self.runtime.trainer.prepare("load", student)
-        self._wait([*scorers, *trainer])
-        for handle in scorers:
-            handle.result()
-        version = trainer[0].result()
+        version = self._results([*trainer, *scorers])[0]
+        if resume:
+            return self._restore()
+        self._student = student
         self.runtime.rollout.publish(version, student)
         self.recorder.event("publish", step=version.step, version=str(version))
         return version
 
     def _measure_start(self, version: WeightVersion) -> tuple[StudentReport, StudentReport]:
         """The student right after the conversion, then at step 0: the same workers, other weights."""
+        # From now on the pool decides how long the weights of step 0 are kept.
+        student, self._student = self._student, None
+        assert student is not None
         tree = self.preparation.weights.converted
         converted = replace(version, fingerprint=fingerprint(decode_tree(tree)))
         if converted == version:
@@ -124,16 +134,15 @@ class Job:
             return report, report
         self.runtime.rollout.publish(converted, self.runtime.put("converted weights", tree))
         before = self.evaluator.report(converted, diversity=False)
-        student = self.runtime.put("student weights", self.preparation.weights.student)
         self.runtime.rollout.publish(version, student)
         return before, self.evaluator.report(version, diversity=True)
 
-    def restore(self) -> WeightVersion:
+    def _restore(self) -> WeightVersion:
         """Bring the trainer to its newest checkpoint, and publish every version that a later step may be written by."""
         versions: list[WeightVersion] = self._ask("restore")
         for version in versions:
             tree = self.runtime.trainer.submit("published", version.step)
-            self._wait([tree])
+            wait_for_all(self.runtime.waiter, [tree], self.config.runner.item_deadline)
             self.runtime.rollout.publish(version, tree)
         self.recorder.event("resume", step=versions[-1].step, version=str(versions[-1]))
         self.restored = {version.step: version for version in versions}
@@ -161,28 +170,23 @@ class Job:
         temperature = self.config.rollout.temperature or 1.0
         return GAP_TOLERANCE[self.preparation.parts.student.dtype] / min(1.0, temperature)
 
-    def _after_step(self, version: WeightVersion) -> None:
+    def _after_step(self, version: WeightVersion, in_flight: Sequence[Handle]) -> None:
         training, evaluation = self.config.training, self.config.evaluation
         if training.save_every and version.step % training.save_every == 0 and version.step < training.steps:
-            self._ask("save")
+            self._ask("save", beside=in_flight)
         if evaluation.every and version.step % evaluation.every == 0 and version.step < training.steps:
-            values = self.evaluator.accuracy(version, self.config.deployed_sampler.settings())
+            values = self.evaluator.accuracy(version, self.config.deployed_sampler.settings(), in_flight)
             flat = {
                 f"evaluation/{split}/{name}": value for split, part in values.items() for name, value in part.items()
             }
             self.recorder.event("evaluation", step=version.step, **flat)
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _ask(self, method: str, beside: Sequence[Handle] = ()) -> Any:
         """What the trainer answers."""
-        handle = self.runtime.trainer.submit(method, *arguments)
-        self._wait([handle])
-        return handle.result()
+        return self._results([self.runtime.trainer.submit(method)], beside)[0]
 
-    def _wait(self, handles: Sequence[Handle]) -> None:
-        waiting = list(handles)
-        while waiting:
-            done = self.runtime.waiter.wait(waiting, self.config.runner.item_deadline)
-            waiting = [handle for handle in waiting if handle not in done]
+    def _results(self, handles: Sequence[Handle], beside: Sequence[Handle] = ()) -> list[Any]:
+        return results_of(self.runtime.waiter, handles, self.config.runner.item_deadline, beside)
 
 
 class _Stopwatch:
@@ -203,6 +207,24 @@ class _Stopwatch:
     def __exit__(self, *error: Any) -> None:
         spent = time.perf_counter() - self._started
         self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + spent
+
+
+def write_start(folder: Path, before: StudentReport, warmed: StudentReport) -> None:
+    """Keep what was measured before the first step, for the summary of a run that is resumed."""
+    reports = {"before": asdict(before), "warm_start": asdict(warmed)}
+    (folder / START_FILE).write_text(json.dumps(reports, indent=2) + "\n", encoding="utf-8")
+
+
+def read_start(folder: Path) -> tuple[StudentReport | None, StudentReport | None]:
+    """The inverse of `write_start`; None twice where nothing was kept."""
+    path = folder / START_FILE
+    if not path.is_file():
+        return None, None
+    reports = [
+        StudentReport(**{**fields, "version": WeightVersion(**fields["version"])})
+        for fields in json.loads(path.read_text(encoding="utf-8")).values()
+    ]
+    return reports[0], reports[1]
 
 
 def summarise(preparation: Preparation, outcome: Outcome) -> dict[str, Any]:
@@ -229,5 +251,5 @@ def summarise(preparation: Preparation, outcome: Outcome) -> dict[str, Any]:
         "rows_trained": outcome.rows_trained,
         "weights_fingerprint": outcome.version.fingerprint,
         "seconds": {stage: round(spent, 3) for stage, spent in outcome.seconds.items()},
-        "config_digest": preparation.ground.config.digest(),
+        "config_digest": preparation.ground.config.digest(preparation.ground.source.digest),
     }

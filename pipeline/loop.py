@@ -101,6 +101,11 @@ class Loop:
                 getattr(self, f"_on_{item.what}")(handle, item)
         return self.version
 
+    @property
+    def in_flight(self) -> list[Handle]:
+        """Work that was asked for and whose result was not yet taken."""
+        return list(self._flight)
+
     def _request_rollouts(self) -> None:
         step, index = self._cursor
         while step < self.steps and step - self.step <= self.policy.max_lag:

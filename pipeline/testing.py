@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from contracts.errors import VersionNotHeldError
+from contracts.errors import CheckpointError, VersionNotHeldError
 from contracts.freshness import FreshnessPolicy, TeacherIdentity, check_targets
 from contracts.roles import Tree
 from contracts.tokens import DiffusionTokenBatch
@@ -165,6 +165,7 @@ class FakeTrainer:
 
     Attributes:
       skips: steps whose window counts as one of zero weight: closed, without an update.
+      versions: step → version that later steps may be written by.
     """
 
     def __init__(self, policy: FreshnessPolicy, skips: frozenset[int] = frozenset(), *, name: str = "trainer-0"):
@@ -173,17 +174,20 @@ class FakeTrainer:
         self.skips = skips
         self.step, self.next_item, self.updates = 0, 0, 0
         self.weights = fake_weights()
-        self.published = {0: fake_version(0, self.weights, policy.run_id)}
+        self.versions = {0: fake_version(0, self.weights, policy.run_id)}
+        self._trees = {0: encode_tree(self.weights)}
+        self._saved: tuple[Any, ...] | None = None
         self._sum = np.zeros((4,), np.float32)
 
     def load(self, tree: Tree) -> WeightVersion:
         self.weights = {name: array.copy() for name, array in decode_tree(tree).items()}
-        self.published = {0: fake_version(0, self.weights, self.policy.run_id)}
-        return self.published[0]
+        self.versions = {0: fake_version(0, self.weights, self.policy.run_id)}
+        self._trees = {0: encode_tree(self.weights)}
+        return self.versions[0]
 
     def accumulate(self, rollout: Rollout, targets: TeacherTargets) -> ItemReport:
         seen = rollout.provenance
-        self.policy.check_rollout(seen, step=self.step, next_item=self.next_item, published=self.published)
+        self.policy.check_rollout(seen, step=self.step, next_item=self.next_item, published=self.versions)
         check_targets(rollout, targets, TEACHER)
         tokens_BL = rollout.student_batch.target_ids
         moved = np.float32(np.sum(decode(targets.arrays["logits"]), dtype=np.float32))
@@ -203,15 +207,28 @@ class FakeTrainer:
         self.step, self.next_item = closed + 1, 0
         version = fake_version(self.step, self.weights, self.policy.run_id)
         kept = self.policy.steps_kept(self.step)
-        self.published = {step: old for step, old in (self.published | {self.step: version}).items() if step in kept}
+        self.versions = {step: old for step, old in (self.versions | {self.step: version}).items() if step in kept}
+        self._trees = {step: old for step, old in self._trees.items() if step in kept}
+        self._trees[self.step] = encode_tree(self.weights)
         metrics = {"loss": float(self.weights["weights"][0])}
         return StepReport(closed, version, metrics, "zero weight" if skipped else "", self.updates)
 
     def publish(self) -> Tree:
-        return encode_tree(self.weights)
+        return self._trees[self.step]
 
-    def save(self) -> str:
-        return f"step-{self.step}"
+    def published(self, step: int) -> Tree:
+        return self._trees[step]
+
+    def save(self) -> int:
+        self._saved = (self.step, self.updates, self.weights, self.versions, self._trees)
+        return self.step
+
+    def restore(self) -> list[WeightVersion]:
+        if self._saved is None:
+            raise CheckpointError(f"{self.name} has saved nothing")
+        self.step, self.updates, self.weights, self.versions, self._trees = self._saved
+        self.next_item, self._sum = 0, np.zeros((4,), np.float32)
+        return [self.versions[step] for step in sorted(self.versions)]
 
 
 def _hashed(weights: bytes, seed: int, step: int, row: Any) -> np.ndarray:

@@ -160,9 +160,10 @@ def test_what_is_measured_before_and_after_is_a_stage_of_its_own(readings):
 
 
 def test_a_resumed_run_does_not_claim_to_measure_the_start(readings):
-    readings.event("publish", step=0, version="run@0:00")
     readings.event("resume", step=4, version="run@4:00")
     assert list(readings.stages) == []
+    readings.event("resume", step=readings.steps, version="run@10:00")
+    assert list(readings.stages) == ["measuring_again"]
 
 
 def test_a_sparkline_goes_from_lowest_to_highest_in_equal_stretches():

@@ -36,7 +36,7 @@ UNIT = {"generate": 4, "score": 1, "accumulate": 2, "update": 1, "publish": 1}
 def plain_run(lag: int, steps: int, *, items: int = ITEMS, frozen: bool = False, skips=frozenset()) -> WeightVersion:
     """Generate, score, train, one after another, each step with the weights of ``lag`` steps ago."""
     trainer, teacher = FakeTrainer(FreshnessPolicy(RUN_ID, lag, frozen), skips), FakeTeacher()
-    history = [(trainer.published[0], trainer.publish())]
+    history = [(trainer.versions[0], trainer.publish())]
     for step in range(steps):
         version, tree = history[0] if frozen or step < lag else history[step - lag]
         writer = FakeRolloutWorker()
