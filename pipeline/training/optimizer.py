@@ -15,17 +15,10 @@ from pipeline.training.parts import Arrays
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, trainable: Arrays) -> Any:
-    """The initial optimiser state: strongly typed, and sharing no buffer with the parameters (both are donated)."""
+    """The initial optimiser state as arrays of the dtypes that Optax chose, strongly typed, as a checkpoint gives them."""
     with jax.numpy_dtype_promotion("standard"):
         state = optimizer.init(trainable)
-
-    def settled(leaf: Any) -> jax.Array:
-        leaf = jnp.asarray(leaf)
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jnp.array(leaf, copy=True)
-        return jnp.array(leaf, dtype=leaf.dtype, copy=True)
-
-    return jax.tree.map(settled, state)
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.asarray(leaf).dtype), state)
 
 
 def apply_optimizer(

@@ -1,5 +1,7 @@
 """What the compiled steps look like: branches, memory, compilations, dtypes, donated buffers."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 from flax import nnx
 
 from contracts.errors import BatchTypeError, BatchValueError, ConfigError, WeightsError
+from contracts.losses import LossOutput, WeightedMetric
+from pipeline.training.hooks import TrainingHooks
 from pipeline.training.inflight import InflightQueue
 from pipeline.training.leaves import key_bits
 from pipeline.training.optimizer import apply_optimizer, init_optimizer
@@ -354,12 +358,51 @@ def test_no_more_steps_are_queued_than_allowed():
     assert settled == [0, 1, 2, 3, 4]
 
 
-def test_a_step_is_dispatched_without_waiting_for_the_one_before(small):
-    trainer = small.trainer(depth=2, max_inflight_computations=8)
-    window(trainer, [small.batch(2, seed=seed) for seed in range(2)])
-    with jax.transfer_guard_device_to_host("disallow_explicit"):
-        for _ in range(3):
-            trainer.accumulate(small.batch(2, seed=1))
-            trainer.accumulate(small.batch(2, seed=2))
-            trainer.close_window()
-    assert (trainer.windows, trainer.train_steps) == (4, 4)
+def test_steps_are_dispatched_without_waiting_for_the_device(small):
+    heard = []
+
+    def slow(model, **batch):
+        output = small.loss(model, **batch)
+        spun = jax.lax.fori_loop(
+            0, 3000, lambda _, x: jnp.tanh(x @ x), jnp.ones((128, 128)) * output.primary_loss.denominator
+        )
+        return LossOutput(
+            WeightedMetric(output.primary_loss.unreduced_sum, output.primary_loss.denominator + 0 * spun[0, 0])
+        )
+
+    class Hearing(TrainingHooks):
+        def on_update(self, trainer, report):
+            heard.append(report.window)
+
+    trainer = small.trainer(depth=2, loss=slow, max_inflight_computations=8).with_hooks(Hearing())
+    batches = [small.batch(2, seed=seed) for seed in range(2)]
+    window(trainer, batches)
+    begin = time.perf_counter()
+    for _ in range(2):
+        for batch in batches:
+            trainer.accumulate(batch)
+        trainer.close_window()
+    dispatched = time.perf_counter() - begin
+    assert (trainer.windows, heard) == (3, [0])
+    assert trainer.train_steps == 3
+    assert heard == [0, 1, 2]
+    assert dispatched < 0.5 * (time.perf_counter() - begin)
+
+
+def test_an_optimiser_may_start_from_the_parameters_themselves_and_from_python_numbers(small):
+    averaging = optax.GradientTransformation(
+        lambda parameters: {"average": parameters, "weight": 1.0},
+        lambda gradients, state, parameters: (
+            jax.tree.map(lambda gradient: -gradient, gradients),
+            {
+                "average": jax.tree.map(lambda a, b: 0.5 * (a + b), state["average"], parameters),
+                "weight": state["weight"] * 0.5,
+            },
+        ),
+    )
+    trainer = small.trainer(averaging)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(trainer.live_state().trees))
+    for _ in range(3):
+        window(trainer, [small.batch(2, seed=1)])
+    assert float(trainer.live_state().trees["optimizer"]["weight"]) == 0.125
+    assert trainer.compilations()["fused"] == 1
