@@ -1,6 +1,6 @@
 """What freshness is worth: the same run with rollouts of ever older weights.
 
-    python benchmarks/freshness.py [--steps 500] [--seeds 0 1 2]
+    python benchmarks/freshness.py [--steps 400] [--seeds 0 1 2]
 
 Recipe `split`, same steps and seeds, lag 0, 1, 2, 4, 16 and frozen rollouts, from the raw conversion and from a warm start.
 Accuracy over all training prompts, decoded greedily at the recipe's τ and with one forward per block, at 1/4, 1/2 and all of
@@ -44,7 +44,7 @@ def configuration(seed: int, lag: int | str, steps: int) -> RunConfig:
 
 def study(config: RunConfig, weights: StartingWeights, folder: Path) -> list[tuple[float, float]]:
     """(accuracy at τ, accuracy with one forward per block) at 1/4, 1/2 and all of the steps."""
-    preparation = assemble(lay_groundwork(config, folder), weights, folder)
+    preparation = assemble(lay_groundwork(config), weights, folder)
     runtime = InlineRuntime(preparation.specs, config)
     job = Job(preparation, runtime, ListRecorder())
     steps = config.training.steps
@@ -64,7 +64,7 @@ def study(config: RunConfig, weights: StartingWeights, folder: Path) -> list[tup
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--steps", type=int, default=500)
+    options.add_argument("--steps", type=int, default=400)
     options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     chosen = options.parse_args()
     started = time.perf_counter()
@@ -77,7 +77,7 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     with tempfile.TemporaryDirectory() as place:
         for seed in chosen.seeds:
-            ground = lay_groundwork(configuration(seed, 0, chosen.steps), Path(place) / f"ground-{seed}")
+            ground = lay_groundwork(configuration(seed, 0, chosen.steps))
             warm = starting_weights(ground, lambda *_, **__: None)
             for start, weights in (("warm start", warm), ("conversion", replace(warm, student=warm.converted))):
                 for lag in LAGS:
@@ -86,8 +86,8 @@ def main() -> None:
                     cells = "".join(f"{deployed:>8.2f} /{single:>5.2f}" for deployed, single in figures)
                     lines.append(f"{start:<12}{seed:>5}{lag:>8}   {cells}")
                     print(lines[-1], flush=True)
+                    RESULT.write_text("\n".join(lines) + "\n")
     lines.append(f"\n{time.perf_counter() - started:.0f} s")
-    RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text("\n".join(lines) + "\n")
 
 

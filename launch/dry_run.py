@@ -36,7 +36,7 @@ def _plan(config: RunConfig, ground: Any):
     training, runner = config.training, config.runner
     rows = training.steps * training.micro_batches * training.rows
     counts = ", ".join(f"{len(prompts)} {split}" for split, prompts in ground.splits.items())
-    yield "run", f"{RunFolder.of(config).root}, seed {config.run.seed}, config {config.digest()}"
+    yield "run", f"{RunFolder.of(config).root}, seed {config.run.seed}, config {config.digest(ground.source.digest)}"
     yield "prompts", f"{counts}; up to {config.task.prompt_length} tokens"
     yield "ends with", f"token {', '.join(map(str, ground.stop_ids))}, or after {config.task.completion_length} tokens"
     yield "teacher", _teacher(config, ground)
@@ -61,7 +61,7 @@ def _teacher(config: RunConfig, ground: Any) -> str:
     shape = f"{ground.teacher.layers} layers of width {ground.teacher.width}, vocabulary {ground.teacher.vocab_size}"
     if config.model.source != "fresh":
         return f"{shape}, from {config.model.path}"
-    return f"{shape}, trained for {config.teacher.steps} steps unless cached ({config.teacher_digest()})"
+    return f"{shape}, trained for {config.teacher.steps} steps unless cached"
 
 
 def _workers(role: RoleSettings, kind: str) -> str:

@@ -144,16 +144,8 @@ def dump(config: RunConfig) -> str:
 
 def differences(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, Any]]:
     """Dotted path, old and new value of each setting that differs and can change the result."""
-    old, new = (_flat(config.model_dump(mode="json")) for config in (before, after))
-    return [
-        (path, old[path], new[path])
-        for path in old
-        if old[path] != new.get(path) and path not in ("run.name", "run.folder", "run.cache") and _decisive(path)
-    ]
-
-
-def _decisive(path: str) -> bool:
-    return not path.startswith("runner.") or path == "runner.visible_cores"
+    old, new = _flat(before.decisive()), _flat(after.decisive())
+    return [(path, old.get(path), new.get(path)) for path in {**old, **new} if old.get(path) != new.get(path)]
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

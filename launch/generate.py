@@ -66,14 +66,7 @@ def _verdict(student: Student, prompt: str, text: str) -> bool | None:
 
 
 def _encoded(student: Student, prompt: str) -> list[int]:
-    from pipeline.data.chat import ChatPrompt
-    from pipeline.data.tokenizers import HuggingFaceTokenizer
-
-    tokenizer, limit = student.ground.tokenizer, student.config.task.prompt_length
-    encode = tokenizer.encode
-    if student.config.task.chat and isinstance(tokenizer, HuggingFaceTokenizer):
-        encode = ChatPrompt(tokenizer)
-    tokens = list(encode(prompt))
+    tokens, limit = list(student.ground.encode(prompt)), student.config.task.prompt_length
     if not 1 <= len(tokens) <= limit:
         raise PromptError(
             f"the prompt {prompt!r} has {len(tokens)} tokens; this student reads 1 to {limit} (task.prompt_length)"

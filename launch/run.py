@@ -1,11 +1,10 @@
 """The job: a validated config becomes a run folder, a runtime, a trained student and a summary.
 
-config ──▶ environment ──▶ checks ──▶ Ray started ──▶ prepare ──▶ workers ──▶ run_job ──▶ summary.json
-           before JAX      nothing    or joined       teacher,    in here,    measure,    and the table
-                           written                    warm start  or on Ray   loop, measure
+config ──▶ environment ──▶ groundwork ──▶ Ray started ──▶ prepare ──▶ workers ──▶ run_job ──▶ summary.json
+           before JAX      all checks,    or joined       teacher,    in here,    measure,    and the table
+                           none written                   warm start  or on Ray   loop, measure
 """
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -33,9 +32,9 @@ class Parts:
     """What a run is made of; fakes take their places in tests.
 
     Attributes:
-      check: (config, scratch folder) → groundwork; raises on input that cannot be used, and computes nothing.
+      check: (config) → groundwork; raises on input that cannot be used; computes and writes nothing.
       session: (config) → what the runtime needs running; started first, since it is what may not be there.
-      prepare: (config, run folder, progress) → teacher, student and worker specs.
+      prepare: (groundwork, run folder, progress, resume=) → teacher, student and worker specs.
       runtime: (specs, config, recorder, session) → where the workers live.
       job: (preparation, runtime, recorder, run folder, resume=) → summary.
     """
@@ -87,7 +86,7 @@ def run(
     """
     started = time.monotonic()
     folder = RunFolder.of(config)
-    check_input(config, folder, parts, resume=resume, overwrite=overwrite)
+    ground = check_input(config, folder, parts, resume=resume, overwrite=overwrite)
     made = parts(config)
     readings = Readings(config.training.steps)
     with display(console, readings) as screen:
@@ -98,7 +97,7 @@ def run(
             outcome.folder = folder
             with FileRecorder(folder) as recorder:
                 screen.progress("getting_ready", 0, 0)
-                preparation = made.prepare(config, folder.root, screen.progress)
+                preparation = made.prepare(ground, folder.root, screen.progress, resume=resume)
                 screen.progress("loading", 0, 0)
                 both: Recorder = Recorders(recorder, screen)
                 with closing(made.runtime(preparation.specs, config, both, session)) as runtime:
@@ -141,8 +140,10 @@ def check_input(
     if foreign:
         raise ConfigError("\n".join(foreign))
     folder.check(config, resume=resume, overwrite=overwrite)
-    with tempfile.TemporaryDirectory(prefix="limbeck-") as scratch:
-        return parts(config).check(config, Path(scratch))
+    ground = parts(config).check(config)
+    if resume:
+        ground.check_same_prompts(folder.root)
+    return ground
 
 
 def _job(preparation: Any, runtime: Any, recorder: Any, folder: Path, *, resume: bool) -> Mapping[str, Any]:

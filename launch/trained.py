@@ -1,6 +1,5 @@
 """The student of a finished run, read back from its folder."""
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,8 @@ from pipeline.models.decoder import Decoder
 CHANGEABLE = ("evaluation.", "task.prompts", "task.field", "run.seed", "run.cache", "runner.visible_cores")
 """What may differ from the settings that the weights were trained with."""
 
-HERE = {"runner.kind": "inline", "runner.rollout.count": 1}
+HERE = {"runner.kind": "inline", "runner.rollout.count": 1, "warm_start.steps": 0}
+"""What does not matter once there is a student; nothing is trained, so prompts need no known answers."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,7 @@ def load_student(folder: RunFolder, config: RunConfig) -> Student:
             f"the run at {folder.root} has no {path.name}: it did not reach its end. limbeck run --config "
             f"{folder.config} --resume continues it"
         )
-    with tempfile.TemporaryDirectory(prefix="limbeck-") as scratch:
-        ground = lay_groundwork(config, Path(scratch))
+    ground = lay_groundwork(config)
     try:
         with safe_open(path, framework="numpy") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping, it has only keys()

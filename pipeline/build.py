@@ -15,17 +15,21 @@ from contracts.roles import Tree
 from contracts.weights import WeightVersion, fingerprint
 from contracts.wire import encode_tree
 from contracts.work import Prompt, RolloutRequest
-from pipeline.config import RunConfig
 from pipeline.data.prompts import pad_prompts
-from pipeline.data.tasks import CorpusTask
-from pipeline.groundwork import Groundwork, lay_groundwork, model_file
+from pipeline.groundwork import Groundwork
 from pipeline.models.config import DecoderConfig
 from pipeline.models.conversion import convert_to_block_diffusion
 from pipeline.models.decoder import Decoder
-from pipeline.models.gguf import load_gguf
 from pipeline.models.tree import parameters, with_parameters
-from pipeline.pretraining import Corpus, train_on_corpus
-from pipeline.teacher import STUDENT_SEED, TeacherReport, fresh_decoder, obtain_teacher, stream_seed
+from pipeline.pretraining import train_on_corpus
+from pipeline.teacher import (
+    STUDENT_SEED,
+    TeacherReport,
+    fresh_decoder,
+    obtain_teacher,
+    pretrained_decoder,
+    stream_seed,
+)
 from pipeline.workers.parts import Parts, abstract_decoder
 from pipeline.workers.rollout import RolloutWorker
 from pipeline.workers.spec import WorkerSpec, WorkerSpecs
@@ -43,7 +47,7 @@ class StartingWeights:
     Attributes:
       teacher_config, student_config: the decoders' shapes.
       teacher, converted, student: weights in wire form: the teacher's, the student's right after the conversion, and the
-        student's at step 0.
+        student's at step 0; of a resumed run, which takes the student's from its checkpoint, ``student`` is ``converted``.
       teacher_fingerprint: of the teacher's.
       teacher_report: how good the teacher is.
       seconds: by stage.
@@ -88,23 +92,26 @@ class Preparation:
         ).validate()
 
 
-def prepare(config: RunConfig, folder: Path, progress: Progress) -> Preparation:
-    """Settle, train or load, convert, warm up.
+def prepare(ground: Groundwork, folder: Path, progress: Progress, *, resume: bool = False) -> Preparation:
+    """Train or load, convert, warm up.
 
     Args:
-      config: the run's settings.
+      ground: settled and checked.
       folder: the run's folder, for prompts and checkpoints.
       progress: told of training steps.
+      resume: the student's weights will come from a checkpoint in the folder; it isn't warmed up.
 
     Raises:
-      LimbeckError: whatever `lay_groundwork` and `obtain_teacher` refuse.
+      LimbeckError: whatever `check_same_prompts` and `obtain_teacher` refuse.
     """
-    ground = lay_groundwork(config, folder)
-    return assemble(ground, starting_weights(ground, progress), folder)
+    if resume:
+        ground.check_same_prompts(folder)
+    ground.write_prompts(folder)
+    return assemble(ground, starting_weights(ground, progress, resume=resume), folder)
 
 
-def starting_weights(ground: Groundwork, progress: Progress) -> StartingWeights:
-    """The teacher, its conversion, and the student after its warm start."""
+def starting_weights(ground: Groundwork, progress: Progress, *, resume: bool = False) -> StartingWeights:
+    """The teacher, its conversion, and the student after its warm start, which a resumed run skips."""
     seconds: dict[str, float] = {}
     started = time.perf_counter()
     teacher, report = obtain_teacher(ground, lambda done, total, **numbers: progress("teacher", done, total, **numbers))
@@ -113,7 +120,8 @@ def starting_weights(ground: Groundwork, progress: Progress) -> StartingWeights:
     started = time.perf_counter()
     student = _convert(ground, teacher)
     converted = _wire(student)
-    _warm_up(ground, student, lambda done, total, **numbers: progress("warm_start", done, total, **numbers))
+    if not resume:
+        _warm_up(ground, student, lambda done, total, **numbers: progress("warm_start", done, total, **numbers))
     seconds["warm_start"] = time.perf_counter() - started
     return StartingWeights(
         teacher_config=teacher.config,
@@ -132,7 +140,7 @@ def assemble(ground: Groundwork, weights: StartingWeights, folder: Path) -> Prep
     config = ground.config
     parts = Parts(
         config=config,
-        run_id=f"{config.run.name}-{config.digest()[:8]}",
+        run_id=f"{config.run.name}-{config.digest(ground.source.digest)[:8]}",
         teacher=weights.teacher_config,
         student=weights.student_config,
         layout=ground.layout,
@@ -154,9 +162,7 @@ def _convert(ground: Groundwork, teacher: Decoder) -> Decoder:
     settings = ground.config.student
     base = teacher
     if settings is not None and settings.source == "gguf":
-        shape, weights = load_gguf(model_file(settings), dtype=settings.dtype)
-        arrays = {name: jnp.array(array, copy=True) for name, array in weights.items()}
-        base = with_parameters(abstract_decoder(shape), arrays)
+        base = pretrained_decoder(settings)
     elif settings is not None:
         base = fresh_decoder(ground, STUDENT_SEED)
     if ground.mask is None:
@@ -167,14 +173,11 @@ def _convert(ground: Groundwork, teacher: Decoder) -> Decoder:
 
 def _warm_up(ground: Groundwork, student: Decoder, progress: Callable[..., None]) -> None:
     settings = ground.config.warm_start
-    if settings.steps == 0:
+    if ground.warm_corpus is None:
         return
-    assert isinstance(ground.task, CorpusTask), "the config was checked: a warm start needs a corpus"
-    trained = {row.text for row in ground.source.rows}
-    examples = [example for example in ground.task.examples() if example.prompt in trained]
     train_on_corpus(
         student,
-        Corpus(examples, ground.tokenizer, ground.layout),
+        ground.warm_corpus,
         ground.layout,
         settings,
         seed=stream_seed(ground.config.run.seed, STUDENT_SEED),

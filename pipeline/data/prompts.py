@@ -58,17 +58,29 @@ def read_prompts(
         raise PromptError(f"the prompts {path} cannot be read: {problem.strerror or problem}") from problem
     except UnicodeDecodeError as problem:
         raise PromptError(f"the prompts {path} are not UTF-8: {problem.reason} at byte {problem.start}") from problem
+    return parse_prompts(text, f"prompts {path}", encode, prompt_length=prompt_length, field=field)
+
+
+def parse_prompts(
+    text: str, name: str, encode: Callable[[str], Sequence[int]], *, prompt_length: int, field: str = "prompt"
+) -> list[PromptRow]:
+    """Check the text of a JSONL file, one object a line; as `read_prompts`.
+
+    Args:
+        text: the lines.
+        name: what the messages call it.
+    """
     # Not splitlines(): a JSON string may hold U+2028, which is no line end of JSONL.
     lines = text.rstrip().split("\n")
     if lines == [""]:
-        raise PromptError(f'the prompts {path} are empty: give one JSON object a line, {{"{field}": "..."}}')
+        raise PromptError(f'the {name} are empty: give one JSON object a line, {{"{field}": "..."}}')
     rows: list[PromptRow] = []
     problems: list[str] = []
     for row_number, line in enumerate(lines):
         try:
             rows.append(_row(_parsed(line), row_number, encode, prompt_length, field))
         except PromptError as problem:
-            problems.append(f"{path}:{row_number + 1}: {problem}")
+            problems.append(f"{name.removeprefix('prompts ')}:{row_number + 1}: {problem}")
     if problems:
         hidden = len(problems) - PROBLEMS_SHOWN
         more = [f"... and {hidden} more rows"] if hidden > 0 else []

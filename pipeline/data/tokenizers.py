@@ -33,8 +33,21 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def pad_id(self) -> int | None:
+        """Id that fills up batches, None where there is none."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id that begins a text, None where there is none."""
+        ...
+
+    @property
     def digest(self) -> str:
-        """Hex sha256 over everything that decides which text an id stands for."""
+        """Hex sha256 over the vocabulary and its merges: equal where equal ids stand for equal text, and only there.
+
+        End tokens and chat templates are apart: models of one vocabulary may differ in them and still teach each other.
+        """
         ...
 
     def encode(self, text: str, /) -> list[int]:
@@ -82,7 +95,8 @@ class CharacterTokenizer:
         self._id_of_special = {name: len(alphabet) + index for index, name in enumerate(specials)}
         self.vocab_size = len(tokens)
         self.eos_ids = tuple(self._id_of_special[name] for name in ends)
-        self.digest = _digest({"alphabet": alphabet, "specials": list(specials), "eos": self.eos_ids})
+        self.pad_id = self.bos_id = None
+        self.digest = _digest({"alphabet": alphabet, "specials": list(specials)})
 
     def special_id(self, name: str) -> int:
         """The id of a special token; `ConfigError` if there is none of that name."""
@@ -113,16 +127,24 @@ class HuggingFaceTokenizer:
         tokenizer: the tokenizer itself.
         eos_ids: ids that end a completion, each below the tokenizer's size.
         chat_template: a jinja template as transformers understands it, or None for a base model.
+        pad_id, bos_id: ids that fill up a batch and begin a text, where the model has such.
 
     Raises:
         ConfigError: no end token, or one outside the vocabulary.
     """
 
     def __init__(
-        self, tokenizer: "tokenizers.Tokenizer", eos_ids: Iterable[int], chat_template: str | None = None
+        self,
+        tokenizer: "tokenizers.Tokenizer",
+        eos_ids: Iterable[int],
+        chat_template: str | None = None,
+        *,
+        pad_id: int | None = None,
+        bos_id: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.pad_id, self.bos_id = pad_id, bos_id
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_ids = tuple(int(index) for index in eos_ids)
         if not self.eos_ids or any(not 0 <= index < self.vocab_size for index in self.eos_ids):
@@ -130,7 +152,8 @@ class HuggingFaceTokenizer:
                 f"the end tokens {list(self.eos_ids)} must be at least one id in [0, {self.vocab_size}), "
                 "the tokenizer's vocabulary"
             )
-        self.digest = _digest({"tokenizer": tokenizer.to_str(), "eos": self.eos_ids, "chat_template": chat_template})
+        merges = json.loads(tokenizer.to_str())["model"].get("merges")
+        self.digest = _digest({"vocabulary": tokenizer.get_vocab(with_added_tokens=True), "merges": merges})
 
     @property
     def special_tokens(self) -> dict[int, str]:

@@ -24,6 +24,7 @@ class DecoderConfig:
         qk_norm: Normalise queries and keys per head (Qwen3: yes, Llama: no).
         qkv_bias: Bias on the query, key and value projections (Qwen2: yes).
         tied_head: The head is the transposed embedding.
+        context_length: Tokens of the longest sequence that the weights were trained for, > 0; None if nobody said.
         dtype: Of activations: `float32` or `bfloat16`. Norms, rotary angles, softmax and logits stay float32.
         param_dtype: Of stored weights: `float32` or `bfloat16`.
 
@@ -43,6 +44,7 @@ class DecoderConfig:
     qk_norm: bool = True
     qkv_bias: bool = False
     tied_head: bool = True
+    context_length: int | None = None
     dtype: str = "float32"
     param_dtype: str = "float32"
 
@@ -61,6 +63,8 @@ class DecoderConfig:
         for name in sizes:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"decoder {name} must be positive, got {getattr(self, name)}")
+        if self.context_length is not None and self.context_length < 1:
+            raise ConfigError(f"decoder context_length must be positive, got {self.context_length}")
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"decoder heads={self.heads} cannot be grouped over kv_heads={self.kv_heads}: use a divisor of heads"

@@ -143,7 +143,13 @@ def gguf_tokenizer(path: str | Path) -> HuggingFaceTokenizer:
             if kind == CONTROL
         ]
     )
-    return HuggingFaceTokenizer(tokenizer, [eos], metadata.get("tokenizer.chat_template"))
+    return HuggingFaceTokenizer(
+        tokenizer,
+        [eos],
+        metadata.get("tokenizer.chat_template"),
+        pad_id=metadata.get("tokenizer.ggml.padding_token_id"),
+        bos_id=metadata.get("tokenizer.ggml.bos_token_id"),
+    )
 
 
 def _open(path: str | Path) -> "GGUFReader":
@@ -189,6 +195,7 @@ def _config(path: str | Path, reader: "GGUFReader", dtype: str, param_dtype: str
             head_dim=int(head_dims["attention.key_length"]),
             qk_norm=False,
             qkv_bias=False,
+            context_length=found.get("context_length"),
             tied_head=all(tensor.name != "output.weight" for tensor in reader.tensors),
         )
     except ConfigError as problem:

@@ -37,7 +37,7 @@ def run_on(ray_session, tmp_path_factory):
             folder, model=WIDE, training=training, rollout=rollout, runner={"rollout": {"count": actors}}
         )
 
-    ground = lay_groundwork(config(1), folder)
+    ground = lay_groundwork(config(1))
     weights = starting_weights(ground, lambda *done, **numbers: None)
 
     def run(actors: int) -> Finished:

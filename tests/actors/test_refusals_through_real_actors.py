@@ -24,6 +24,7 @@ from contracts.errors import (
 )
 from contracts.work import RolloutRequest
 from pipeline.build import Preparation, prepare
+from pipeline.groundwork import lay_groundwork
 from pipeline.inline import InlineRuntime
 from pipeline.loop import Loop
 from pipeline.testing import ListRecorder
@@ -57,7 +58,7 @@ class Stage:
 def stage(ray_session, tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("refusals")
     config = tiny_config(folder, training={"steps": 2, "rows": 2, "micro_batches": ITEMS})
-    preparation = prepare(config, folder, lambda *done, **numbers: None)
+    preparation = prepare(lay_groundwork(config), folder, lambda *done, **numbers: None)
     runtime = RayRuntime(preparation.specs, config, ListRecorder())
     student = runtime.put("student weights", preparation.weights.student)
     stage = Stage(runtime, preparation, student, {})

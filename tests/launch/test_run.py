@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from contracts.errors import DeadlineError, NonFiniteError, PromptError
+from contracts.errors import CheckpointError, DeadlineError, NonFiniteError, PromptError
 from launch import environment
 from launch.folder import RunFolder
 from launch.outcome import Outcome
@@ -48,16 +48,17 @@ class FakeParts:
     def __call__(self, config) -> Parts:
         return Parts(self.check, self.session, self.prepare, self.runtime, self.job)
 
-    def check(self, config, scratch):
+    def check(self, config):
         self._called("check")
+        return SimpleNamespace(check_same_prompts=lambda folder: self._called("same prompts"))
 
     def session(self, config):
         self._called("session")
         return self._closing("session")
 
-    def prepare(self, config, folder, progress):
+    def prepare(self, ground, folder, progress, *, resume):
         progress("teacher", 0, 2)
-        self._called("prepare")
+        self._called("prepare for a resumed job" if resume else "prepare")
         return SimpleNamespace(specs=None)
 
     def runtime(self, specs, config, recorder, session):
@@ -110,6 +111,7 @@ def test_resuming_tells_the_job_so_and_keeps_what_was_recorded(config):
     attempt(config, FakeParts(failing={"job": KeyboardInterrupt()}))
     parts = FakeParts()
     assert attempt(config, parts, resume=True)[0] == 0
+    assert parts.calls[:5] == ["check", "same prompts", "session", "prepare for a resumed job", "runtime"]
     assert "resumed job" in parts.calls
     assert json.loads(RunFolder.of(config).summary.read_text())["refused"] == {"stale": 2}
 
@@ -138,7 +140,9 @@ def test_an_interrupted_run_ends_with_130_and_says_what_is_kept(config):
 
 def test_an_interrupted_run_with_a_checkpoint_names_resume(config):
     parts = FakeParts(failing={"job": KeyboardInterrupt()})
-    parts.prepare = lambda config, folder, progress: (folder / "checkpoints/1").mkdir() or SimpleNamespace(specs=None)
+    parts.prepare = lambda ground, folder, progress, resume: (
+        (folder / "checkpoints/1").mkdir() or SimpleNamespace(specs=None)
+    )
     code, said = attempt(config, parts)
     assert code == 130
     assert f"--resume continues {RunFolder.of(config).root}" in said.replace("\n", "")
@@ -158,3 +162,10 @@ def test_an_address_that_does_not_answer_costs_nothing_of_an_older_run(config):
     assert (code, parts.calls) == (2, ["check", "session"])
     assert "no Ray head answered" in said
     assert RunFolder.of(config).summary.exists()
+
+
+def test_other_prompts_than_the_runs_are_refused_before_anything_is_started(config):
+    attempt(config, FakeParts())
+    parts = FakeParts(failing={"same prompts": CheckpointError("trained on other prompts")})
+    assert attempt(config, parts, resume=True) == (2, "limbeck: trained on other prompts\n")
+    assert parts.calls == ["check", "same prompts"]

@@ -69,7 +69,8 @@ def test_the_summary_holds_every_promised_figure(folder):
     }
     assert promised <= summary.keys()
     assert (summary["steps"], summary["rows_trained"], summary["refused"]) == (2, 16, {})
-    assert summary["config_digest"] == folder.load_config().digest()
+    prompts = (folder.root / "prompts" / "sha256").read_text().strip()
+    assert summary["config_digest"] == folder.load_config().digest(prompts)
     assert {"student", "teacher"} <= summary["distinct_right_answers"].keys()
 
 
@@ -144,3 +145,12 @@ def test_resuming_a_finished_run_changes_nothing(folder, place):
     after = json.loads(folder.summary.read_text())
     assert after["weights_fingerprint"] == before["weights_fingerprint"]
     assert folder.metrics.read_text() == metrics
+
+
+def test_a_run_is_not_continued_with_other_prompts(folder, place, capsys):
+    other = place / "other.jsonl"
+    other.write_text('{"prompt": "01+02="}\n')
+    with pytest.raises(SystemExit) as ending:
+        command(place, "--resume", "--task.prompts", str(other))
+    assert ending.value.code == 2
+    assert "was trained on prompts of digest" in " ".join(capsys.readouterr().err.split())

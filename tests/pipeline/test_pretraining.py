@@ -2,12 +2,13 @@ import numpy as np
 import pytest
 
 from contracts.errors import PromptError
+from pipeline.corpus import Corpus
 from pipeline.data.prompts import PromptRow
 from pipeline.data.tasks import Example
 from pipeline.data.tokenizers import CharacterTokenizer
 from pipeline.diffusion.blocks import BlockLayout
 from pipeline.measures import distinct_right_answers, evenly_spaced, right_answers
-from pipeline.pretraining import Corpus, causal_layout
+from pipeline.pretraining import causal_layout
 
 
 @pytest.fixture
@@ -28,8 +29,12 @@ def layout():
 TOKENIZER = CharacterTokenizer("abc", ["<end>"])
 
 
+def corpus_of(examples, layout, encode_prompt=TOKENIZER.encode, stop=3):
+    return Corpus(examples, encode_prompt, TOKENIZER.encode, stop, layout)
+
+
 def test_a_corpus_ends_every_completion_with_the_stop_token_and_draws_by_weight(layout):
-    corpus = Corpus([Example("a", "bc", 3.0), Example("ab", "c", 1.0), Example("b", "a", 0.0)], TOKENIZER, layout)
+    corpus = corpus_of([Example("a", "bc", 3.0), Example("ab", "c", 1.0), Example("b", "a", 0.0)], layout)
     batch = next(corpus.batches(causal_layout(layout), 400, 1, seed=0, min_noise=0.0))
     tokens = np.asarray(batch.model_inputs["clean_tokens"])
     valid = np.asarray(batch.model_inputs["clean_valid"])
@@ -39,14 +44,14 @@ def test_a_corpus_ends_every_completion_with_the_stop_token_and_draws_by_weight(
 
 
 def test_a_causal_batch_weights_every_completion_token_and_the_stop(layout):
-    corpus = Corpus([Example("a", "bc")], TOKENIZER, layout)
+    corpus = corpus_of([Example("a", "bc")], layout)
     batch = next(corpus.batches(causal_layout(layout), 2, 1, seed=0, min_noise=0.0))
     np.testing.assert_array_equal(np.asarray(batch.target_ids), [[1, 2, 3]] * 2)
     np.testing.assert_array_equal(np.asarray(batch.loss_weights), [[1, 1, 1]] * 2)
 
 
 def test_a_masked_batch_weights_exactly_the_masked_slots_through_the_stop(layout):
-    corpus = Corpus([Example("a", "b")], TOKENIZER, layout)
+    corpus = corpus_of([Example("a", "b")], layout)
     for batch in corpus.batches(layout, 16, 3, seed=0, min_noise=0.05):
         noisy, weights = np.asarray(batch.model_inputs["noisy_tokens"]), np.asarray(batch.loss_weights)
         np.testing.assert_array_equal(weights[:, :2] > 0, noisy[:, :2] == 4)
@@ -55,7 +60,7 @@ def test_a_masked_batch_weights_exactly_the_masked_slots_through_the_stop(layout
 
 
 def test_batches_are_a_function_of_the_seed(layout):
-    corpus = Corpus([Example("a", "bc"), Example("b", "ca")], TOKENIZER, layout)
+    corpus = corpus_of([Example("a", "bc"), Example("b", "ca")], layout)
 
     def first(seed):
         return np.asarray(next(corpus.batches(layout, 16, 1, seed=seed, min_noise=0.05)).model_inputs["noisy_tokens"])
@@ -66,7 +71,30 @@ def test_batches_are_a_function_of_the_seed(layout):
 
 def test_an_example_that_does_not_fit_is_named(layout):
     with pytest.raises(PromptError, match=r"'a' \+ 'abc' has 1 \+ 4 tokens"):
-        Corpus([Example("a", "abc")], TOKENIZER, layout)
+        corpus_of([Example("a", "abc")], layout)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
+def test_examples_without_any_weight_to_draw_by_are_refused(layout, weight):
+    with pytest.raises(PromptError, match="weights must be finite"):
+        corpus_of([Example("a", "b", weight)], layout)
+
+
+def test_a_corpus_puts_the_template_around_prompts_only_and_ends_with_the_runs_stop(layout):
+    corpus = corpus_of([Example("a", "b")], layout, encode_prompt=lambda text: [2, *TOKENIZER.encode(text)], stop=2)
+    np.testing.assert_array_equal(corpus.tokens_NL, [[2, 0, 1, 2, 0]])
+
+
+def test_the_digest_of_a_corpus_knows_its_texts_weights_and_stop(layout):
+    examples = [Example("a", "b"), Example("b", "a")]
+    plain = corpus_of(examples, layout).digest
+    assert corpus_of(list(examples), layout).digest == plain
+    others = [
+        corpus_of([Example("a", "b"), Example("b", "b")], layout),
+        corpus_of([Example("a", "b"), Example("b", "a", 2.0)], layout),
+        corpus_of(examples, layout, stop=2),
+    ]
+    assert plain not in [other.digest for other in others]
 
 
 class Even:

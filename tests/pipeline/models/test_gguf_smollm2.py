@@ -87,6 +87,7 @@ def test_the_configuration_is_smollm2_s(pretrained):
         rope_theta=1e5,
         norm_eps=float(np.float32(1e-5)),
         qk_norm=False,
+        context_length=8192,
     )
     assert sum(array.size for array in weights.values()) == 134_515_008
 

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.build import prepare
 from pipeline.config import parse_config
+from pipeline.groundwork import lay_groundwork
 from pipeline.workers.rollout import RolloutWorker
 from pipeline.workers.teacher import TeacherWorker
 from pipeline.workers.trainer import TrainerWorker
@@ -36,7 +37,7 @@ def make_config(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def prepared(make_config, tmp_path_factory):
-    return prepare(make_config(), tmp_path_factory.mktemp("run"), lambda *_, **__: None)
+    return prepare(lay_groundwork(make_config()), tmp_path_factory.mktemp("run"), lambda *_, **__: None)
 
 
 @pytest.fixture
