@@ -1,7 +1,9 @@
+import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,14 +21,17 @@ from contracts.errors import (
     WeightsError,
 )
 from contracts.weights import fingerprint
-from contracts.wire import decode, decode_tree, encode
+from contracts.wire import decode, decode_tree, encode, encode_tree
 from contracts.work import EvaluationRequest, SamplerSettings
 from pipeline.build import assemble
 from pipeline.diffusion.decoding import decode as decode_rows
 from pipeline.diffusion.keys import evaluation_keys, row_keys
 from pipeline.diffusion.uncached import decode_uncached
-from pipeline.models.tree import with_parameters
+from pipeline.models.tree import parameters, with_parameters
 from pipeline.workers.parts import abstract_decoder
+from pipeline.workers.rollout import RolloutWorker
+from pipeline.workers.teacher import TeacherWorker
+from pipeline.workers.trainer import TrainerWorker
 
 
 def item(prepared, workers, index=0, step=0, version=None):
@@ -49,6 +54,27 @@ def test_a_rollout_carries_the_fingerprint_of_the_arrays_held_not_of_the_version
     with pytest.raises(VersionNotHeldError, match=held.fingerprint):
         workers.rollout.generate(prepared.request(0, 0, workers.version))
     assert workers.rollout.generate(prepared.request(0, 0, held)).provenance.version == held
+
+
+def test_a_bfloat16_student_is_published_and_held_bit_for_bit(prepared, tmp_path):
+    parts = replace(prepared.parts, student=replace(prepared.parts.student, param_dtype="bfloat16"))
+    weights = {name: array.astype(ml_dtypes.bfloat16) for name, array in decode_tree(prepared.weights.student).items()}
+    trainer = TrainerWorker(parts, str(tmp_path), name="trainer-0")
+    rollout = RolloutWorker(parts, name="rollout-0")
+    teacher = TeacherWorker(parts, name="teacher-0")
+    teacher.load(prepared.weights.teacher)
+    version = trainer.load(encode_tree(weights))
+    for step in range(2):
+        sent = pickle.loads(pickle.dumps(trainer.publish(), protocol=5))
+        assert rollout.load(version, sent, step) == version
+        held = parameters(rollout._holding(version).model)
+        for name, array in parameters(trainer._model).items():
+            assert held[name].dtype == array.dtype == ml_dtypes.bfloat16
+            assert np.asarray(held[name]).tobytes() == np.asarray(array).tobytes()
+        for index in range(2):
+            written = rollout.generate(prepared.request(step, index, version))
+            trainer.accumulate(written, teacher.score(written))
+        version = trainer.update().version
 
 
 def test_the_newest_intent_wins_even_when_it_asks_for_an_older_version(prepared, workers):
