@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import (
+    GetTimeoutError,
     NodeDiedError,
     ObjectLostError,
     OutOfMemoryError,
@@ -13,7 +14,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from contracts.errors import NotDoneError, WorkerLostError
+from contracts.errors import DeadlineError, NotDoneError, WorkerLostError
 from contracts.work import RolloutRequest
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ LOST_WORKER = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryErro
 
 LOST_INPUT = (ObjectLostError, *LOST_WORKER)
 """The same, and lost objects, as the *cause* of a `RayTaskError`: the callee lives, what it was given does not."""
+
+
+FETCH_DEADLINE = 300.0
+"""Seconds for a finished result to be brought here: a gibibyte at 4 MB/s."""
 
 
 class Kind(Enum):
@@ -46,7 +51,6 @@ class RayHandle:
       attempts: how often it was sent.
       reference: the result in the object store.
       error: what the call raised.
-      seconds: what the call took, by the worker's clock.
     """
 
     def __init__(
@@ -65,7 +69,6 @@ class RayHandle:
         self.attempts = 0
         self.reference: ray.ObjectRef | None = None
         self.error: BaseException | None = None
-        self.seconds = 0.0
 
     def __repr__(self) -> str:
         return self.name
@@ -94,8 +97,8 @@ class RayHandle:
         """The arguments as they are sent: references stay references, since they travel inside this list."""
         return [argument.reference if isinstance(argument, RayHandle) else argument for argument in self.arguments]
 
-    def keep(self, reference: "ray.ObjectRef", seconds: float = 0.0) -> None:
-        self.reference, self.seconds = reference, seconds
+    def keep(self, reference: "ray.ObjectRef") -> None:
+        self.reference = reference
 
     def fail(self, error: BaseException) -> None:
         self.error, self.reference = error, None
@@ -110,15 +113,31 @@ class RayHandle:
         Raises:
           NotDoneError: no waiter has reported it.
           WorkerLostError: it was lost with the node that it lived on.
+          DeadlineError: it did not arrive.
         """
         if self.error is not None:
             raise self.error
         if self.reference is None:
             raise NotDoneError(f"{self.name} is not done; wait for it before asking for its result")
         try:
-            return ray.get(self.reference)
+            return fetch(self.reference, self.name)
         except LOST_INPUT as error:
             raise WorkerLostError(f"the result of {self.name} was lost with its node: {first_words(error)}") from error
+
+
+def fetch(reference: "ray.ObjectRef", name: str, seconds: float = FETCH_DEADLINE) -> Any:
+    """The value of a result that exists; Ray alone would wait for ever where it can't be brought here.
+
+    Raises:
+      DeadlineError: it did not arrive.
+    """
+    try:
+        return ray.get(reference, timeout=seconds)
+    except GetTimeoutError as error:
+        raise DeadlineError(
+            f"the result of {name} exists but did not arrive within {seconds:g} s: the network between Ray's nodes, or "
+            "the object store, is stuck or too slow. See ray status, then resume the run."
+        ) from error
 
 
 def call_name(owner: str, method: str, arguments: tuple[Any, ...]) -> str:

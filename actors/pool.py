@@ -7,8 +7,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.broadcast import Broadcast, check_acknowledged
-from actors.handles import LOST_INPUT, LOST_WORKER, Kind, RayHandle, call_name, first_words, raised_by_worker
+from actors.handles import LOST_INPUT, LOST_WORKER, Kind, RayHandle, call_name, fetch, first_words, raised_by_worker
 from actors.preparation import Preparations
 from actors.remote import actor_options
 from actors.seat import Seat
@@ -17,7 +16,7 @@ from contracts.errors import DeadlineError, LimbeckError, NotDoneError, WeightsE
 from contracts.roles import Recorder
 from contracts.weights import WeightVersion
 from pipeline.config import RoleSettings, RunnerSettings
-from pipeline.inline import named_versions
+from pipeline.published import Published, check_acknowledged, named_versions
 from pipeline.workers.spec import WorkerSpec
 
 MAX_LOSSES = 3
@@ -53,7 +52,7 @@ class RayPool:
         self._start_deadline = runner.start_deadline
         self._recorder = recorder
         self._queue: deque[RayHandle] = deque()
-        self._weights = Broadcast()
+        self._weights = Published()
         self._preparations = Preparations()
         self._seats = [Seat(role, index, actor_options(settings, runner)) for index in range(settings.count)]
         self.starts = [self._start(seat) for seat in self._seats]
@@ -123,7 +122,7 @@ class RayPool:
         """
         assert seat.receipt is not None
         try:
-            seconds = ray.get(seat.receipt)
+            fetch(seat.receipt, f"the receipt of {seat.name}'s call")
         except RayTaskError as error:
             if isinstance(error.cause, LOST_INPUT):
                 self._ask_again_for_inputs(seat, error.cause)
@@ -132,7 +131,7 @@ class RayPool:
         except LOST_WORKER as error:
             self._replace(seat, first_words(error))
         else:
-            self._succeeded(seat, seat.finish(seconds))
+            self._succeeded(seat, seat.finish())
 
     def whereabouts(self, handle: RayHandle) -> str:
         """Where a call is, for people."""

@@ -7,11 +7,11 @@ for it. The driver owns both, so a worker that dies takes no finished result wit
 
 import math
 import os
-import time
 from typing import Any
 
 import ray
 
+from actors.handles import fetch
 from contracts.errors import ConfigError
 from pipeline.config import RoleSettings, RunnerSettings
 from pipeline.workers.spec import WorkerSpec
@@ -77,17 +77,21 @@ class Host:
         self.worker = spec.construct(self.name)
         return self.name
 
-    def call(self, method: str, arguments: list[Any]) -> tuple[float, Any]:
+    def call(self, method: str, arguments: list[Any]) -> tuple[None, Any]:
         """Call a method of the worker (``start``: of this shell); references among the arguments are fetched first.
 
         Returns:
-          The receipt, which is the seconds that the method took, and its result.
+          The receipt, which is empty, and the method's result.
+
+        Raises:
+          DeadlineError: an argument did not arrive.
         """
         target = self if method == "start" else self.worker
-        values = [ray.get(argument) if isinstance(argument, ray.ObjectRef) else argument for argument in arguments]
-        before = time.perf_counter()
-        result = getattr(target, method)(*values)
-        return time.perf_counter() - before, result
+        values = [
+            fetch(argument, f"what {self.name}.{method} was given") if isinstance(argument, ray.ObjectRef) else argument
+            for argument in arguments
+        ]
+        return None, getattr(target, method)(*values)
 
 
 def check_platform(name: str, settings: RoleSettings, visible_cores: int) -> None:

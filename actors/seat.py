@@ -57,10 +57,10 @@ class Seat:
             handle.method, handle.wire_arguments()
         )
 
-    def finish(self, seconds: float) -> RayHandle:
+    def finish(self) -> RayHandle:
         """The call under way has succeeded: its handle now has the result."""
         handle, result = self._end()
-        handle.keep(result, seconds)
+        handle.keep(result)
         return handle
 
     def abandon(self) -> RayHandle:

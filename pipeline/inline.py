@@ -12,14 +12,15 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Sequence
-from itertools import count, cycle
+from itertools import cycle
 from typing import Any
 
-from contracts.errors import DeadlineError, NotDoneError, VersionNotHeldError, WeightsError
+from contracts.errors import DeadlineError, NotDoneError
 from contracts.roles import Handle
 from contracts.weights import WeightVersion
-from contracts.work import EvaluationRequest, RolloutRequest
+from contracts.work import RolloutRequest
 from pipeline.config import RunConfig
+from pipeline.published import Published, check_acknowledged, named_versions
 from pipeline.workers.spec import WorkerSpec, WorkerSpecs
 
 
@@ -105,8 +106,7 @@ class InlinePool:
         self.workers = [spec.construct(f"{role}-{index}") for index in range(workers)]
         self.queue: deque[InlineHandle] = deque()
         self._turn = cycle(range(workers))
-        self._intents = count(1)
-        self._published: dict[int, tuple[WeightVersion, Handle]] = {}
+        self.published = Published()
         self._held: list[WeightVersion | None] = [None] * workers
 
     def submit(self, method: str, *arguments: Any) -> InlineHandle:
@@ -117,14 +117,14 @@ class InlinePool:
         return [self._enqueue(method, arguments, index) for index in range(len(self.workers))]
 
     def publish(self, version: WeightVersion, tree: Handle) -> None:
-        self._published[version.step] = (version, tree)
+        self.published.publish(version, tree)
 
     def forget(self, kept_steps: frozenset[int]) -> None:
-        self._published = {step: pair for step, pair in self._published.items() if step in kept_steps}
+        self.published.forget(kept_steps)
 
     def close(self) -> None:
         self.queue.clear()
-        self._published.clear()
+        self.published.clear()
         self.workers.clear()
 
     def run_next(self) -> InlineHandle:
@@ -162,20 +162,9 @@ class InlinePool:
     def _hold(self, index: int, version: WeightVersion) -> None:
         if self.holds(index, version):
             return
-        owner = f"{self.role}-{index}"
-        published, tree = self._published.get(version.step, (None, None))
-        if tree is None or published != version:
-            raise VersionNotHeldError(
-                f"{owner} was asked for weights {version}; published are "
-                f"{[str(other) for other, _ in self._published.values()]}. Publish a version before it is named."
-            )
+        version, tree, intent = self.published.load_arguments(version)
         self._held[index] = None
-        acknowledged = self.workers[index].load(version, tree.result(), next(self._intents))
-        if acknowledged != version:
-            raise WeightsError(
-                f"{owner} was given weights {version} and acknowledged {acknowledged}: it does not hold what was "
-                "published, so it was not asked to write. Start the run again from its checkpoint."
-            )
+        check_acknowledged(f"{self.role}-{index}", version, self.workers[index].load(version, tree.result(), intent))
         self._held[index] = version
 
 
@@ -228,11 +217,6 @@ def stored_handle(name: str, value: Any) -> InlineHandle:
     handle.keep(value)
     handle.done = True
     return handle
-
-
-def named_versions(arguments: Sequence[Any]) -> list[WeightVersion]:
-    """The student weights that a call names, to be held before it is made."""
-    return [argument.version for argument in arguments if isinstance(argument, RolloutRequest | EvaluationRequest)]
 
 
 def _subject(argument: Any) -> str:

@@ -13,7 +13,8 @@ from contracts.errors import DeadlineError
 from contracts.freshness import FreshnessPolicy
 from contracts.wire import encode_tree
 from contracts.work import Rollout, RolloutRequest
-from pipeline.inline import InlineHandle, InlinePool, named_versions, stored_handle
+from pipeline.inline import InlineHandle, InlinePool, stored_handle
+from pipeline.published import named_versions
 from pipeline.testing import FakeRolloutWorker, FakeTeacher, FakeTrainer, fake_version, fake_weights
 from pipeline.workers.spec import WorkerSpec
 

@@ -3,10 +3,13 @@
 import os
 
 import pytest
+import ray
+from ray.exceptions import GetTimeoutError
 from ray_fakes import Scribe
 
+from actors.handles import fetch
 from actors.remote import actor_options, asked, check_platform, environment
-from contracts.errors import ConfigError
+from contracts.errors import ConfigError, DeadlineError
 from pipeline.config import RoleSettings, RunnerSettings
 from pipeline.workers.spec import WorkerSpec
 
@@ -69,3 +72,13 @@ def test_the_environment_reaches_the_process_before_its_jax(make_pool, monkeypat
     seen = make_pool(WorkerSpec(Scribe, ()), 1).ask("surroundings")
     assert (seen["NPROC"], seen["OMP_NUM_THREADS"], seen["platform"]) == ("2", "1", "cpu")
     assert seen["devices"] == "2"
+
+
+def test_a_result_that_does_not_arrive_ends_the_wait_and_is_named(monkeypatch):
+    def never(reference, timeout):
+        assert timeout == 2.0
+        raise GetTimeoutError("get timed out")
+
+    monkeypatch.setattr(ray, "get", never)
+    with pytest.raises(DeadlineError, match=r"the result of rollout\.generate\(fake/1/0\) exists .* within 2 s"):
+        fetch(ray.ObjectRef.nil(), "rollout.generate(fake/1/0)", 2.0)

@@ -235,7 +235,7 @@ def test_going_on_without_the_versions_that_lag_behind_is_refused_before_anythin
 def test_published_versions_are_kept_as_long_as_a_step_may_be_written_by_them_and_no_longer(lag, frozen):
     loop = virtual_loop(lag, 6, frozen=frozen)
     kept = []
-    loop.after_step = lambda version: kept.append((set(loop.versions), set(loop.runtime.rollout._published)))
+    loop.after_step = lambda version: kept.append((set(loop.versions), loop.runtime.rollout.published.steps))
     loop.run()
     expected = [{0, step} if frozen else set(range(max(0, step - lag), step + 1)) for step in range(1, 7)]
     assert kept == [(steps, steps) for steps in expected]
@@ -260,7 +260,7 @@ def test_after_step_sees_each_version_once_when_it_can_already_be_used():
     seen = []
 
     def use(version):
-        published, tree = loop.runtime.rollout._published[version.step]
+        published, tree = loop.runtime.rollout.published.load_arguments(version)[:2]
         seen.append(version.step)
         assert published == version == loop.version and tree.done
 
