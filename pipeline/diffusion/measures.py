@@ -31,7 +31,7 @@ def decoding_statistics(decoded: Decoded) -> dict[str, tuple[float, float]]:
     """Name → (sum, weight), additive over batches; divide once, at the end.
 
     * ``tokens_per_forward``, ``tokens_per_forward_with_commit_passes``: Σ tokens through the stop / Σ forwards.
-    * ``length``, ``truncated`` (no stop), ``empty`` (the first token stops): means over rows.
+    * ``completion_length`` (through the stop), ``truncated`` (no stop), ``empty`` (the first token stops): means over rows.
     * ``log_prob``: at commit, mean over the tokens through the stop.
     """
     length_B, steps_BC = np.asarray(decoded.length_B), np.asarray(decoded.commit_step_BC)
@@ -43,7 +43,7 @@ def decoding_statistics(decoded: Decoded) -> dict[str, tuple[float, float]]:
     return {
         "tokens_per_forward": (tokens, forwards),
         "tokens_per_forward_with_commit_passes": (tokens, forwards + commits),
-        "length": (tokens, rows),
+        "completion_length": (tokens, rows),
         "truncated": (float(truncated_B.sum()), rows),
         "empty": (float(np.sum((length_B == 1) & ~truncated_B)), rows),
         "log_prob": (log_prob, tokens),

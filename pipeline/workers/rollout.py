@@ -1,5 +1,6 @@
 """The student, writing: completions decoded with a stated version, and the canvases that training will see."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,7 @@ from contracts.work import (
 from pipeline.diffusion.decoded import Decoded
 from pipeline.diffusion.decoding import decode
 from pipeline.diffusion.keys import evaluation_keys, row_keys
+from pipeline.diffusion.measures import decoding_statistics
 from pipeline.diffusion.states import StateWeights, random_states, trajectory_states
 from pipeline.models.decoder import Decoder
 from pipeline.models.tree import with_parameters
@@ -48,6 +50,7 @@ class RolloutWorker:
         self.name = name
         self._parts = parts
         self._held: Held | None = None
+        self._taking_hold = threading.Lock()
         self._template = abstract_decoder(parts.student)
         self._states = jax.jit(self._training_states)
 
@@ -60,9 +63,14 @@ class RolloutWorker:
             return self._held.version
         # A copy: device arrays would alias, and pin, the object store's memory.
         weights = {name: jnp.array(array, copy=True) for name, array in decode_tree(tree).items()}
-        held = replace(version, fingerprint=fingerprint(weights))
-        self._held = Held(intent, held, with_parameters(self._template, weights))
-        return held
+        held = Held(
+            intent, replace(version, fingerprint=fingerprint(weights)), with_parameters(self._template, weights)
+        )
+        with self._taking_hold:
+            # While these weights were read, another thread may have loaded newer ones.
+            if self._held is None or intent >= self._held.intent:
+                self._held = held
+            return self._held.version
 
     def generate(self, request: RolloutRequest) -> Rollout:
         """Decode one micro-batch of prompts.
@@ -87,7 +95,7 @@ class RolloutWorker:
         return Rollout(
             student_batch=batch,
             clean=CleanSequence(inputs["clean_tokens"], inputs["clean_valid"], inputs["prompt_lengths"]),
-            statistics=self._statistics(decoded, samples),
+            statistics=_statistics(decoded, samples),
             provenance=Provenance(
                 run_id=request.run_id,
                 step=request.step,
@@ -120,7 +128,7 @@ class RolloutWorker:
         )
         decoded = jax.tree.map(lambda array: array[: len(request.prompts)], decoded)
         samples = self._samples(decoded, request.prompt_lengths_B, request.prompts, request.stream_indices_B)
-        return Evaluation(request.name, held.version, self._statistics(decoded, samples), samples)
+        return Evaluation(request.name, held.version, _statistics(decoded, samples), samples)
 
     def _holding(self, version: WeightVersion) -> Held:
         held = self._held
@@ -152,19 +160,8 @@ class RolloutWorker:
         text = self._parts.tokenizer.decode(decoded.tokens_BL[row, start : start + length].tolist())
         return Sample(stream_index, prompt.text, text, self._parts.task.correct(prompt, text))
 
-    def _statistics(self, decoded: Decoded, samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
-        """Name → (sum, weight), additive over items."""
-        rows = float(len(decoded.length_B))
-        tokens = float(decoded.length_B.sum())
-        forwards = float(decoded.forwards_B.sum())
-        with_passes = forwards + float(decoded.commit_passes_B.sum())
-        judged = [sample.correct for sample in samples if sample.correct is not None]
-        empty = float((decoded.length_B <= np.where(decoded.truncated_B, 0, 1)).sum())
-        return {
-            "accuracy": (float(sum(judged)), float(len(judged))),
-            "tokens_per_forward": (tokens, forwards),
-            "tokens_per_forward_with_commit_passes": (tokens, with_passes),
-            "completion_length": (tokens, rows),
-            "truncated": (float(decoded.truncated_B.sum()), rows),
-            "empty": (empty, rows),
-        }
+
+def _statistics(decoded: Decoded, samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
+    """Name → (sum, weight), additive over items; ``accuracy`` has weight only where the task knows right answers."""
+    judged = [sample.correct for sample in samples if sample.correct is not None]
+    return {"accuracy": (float(sum(judged)), float(len(judged))), **decoding_statistics(decoded)}

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from contracts.errors import ConfigError, OutOfOrderBatchError, WeightsError
 from contracts.freshness import check_targets
 from contracts.roles import Tree
+from contracts.teacher_targets import check_teacher_logits
 from contracts.weights import WeightVersion, fingerprint
 from contracts.wire import decode, decode_tree, encode_tree
 from contracts.work import ItemReport, PreparedBatch, Rollout, StepReport, TeacherTargets
@@ -16,7 +17,6 @@ from pipeline.config import TrainingSettings
 from pipeline.models.decoder import Decoder
 from pipeline.models.tree import parameters, with_parameters
 from pipeline.objectives.on_policy import configure_student_distillation
-from pipeline.objectives.opd import check_prepared_batch
 from pipeline.training.checkpoint import CheckpointStore
 from pipeline.training.config import TrainingConfig
 from pipeline.training.sharding import training_mesh
@@ -84,7 +84,8 @@ class TrainerWorker:
         )
         check_targets(rollout, targets, self._parts.teacher_identity)
         batch = PreparedBatch(rollout, targets).distillation_batch()
-        check_prepared_batch(batch, soft_loss_weight=self._parts.config.objective.soft)
+        if self._parts.config.objective.soft:
+            check_teacher_logits(batch.student_batch, batch.teacher_logits)
         self._trainer().accumulate(batch)
         self._next_item += 1
         weights_BW = rollout.student_batch.loss_weights
@@ -134,7 +135,8 @@ class TrainerWorker:
         """
         if self._next_item:
             raise OutOfOrderBatchError(f"step {self._step} is open: save between windows")
-        state = self._trainer().state()
+        # Written before this returns, so before the next update consumes its buffers: no copy is needed.
+        state = self._trainer().live_state()
         trees = {f"published_{step}": decode_tree(tree) for step, tree in self._trees.items()}
         self._store.save(
             self._step,
@@ -154,7 +156,7 @@ class TrainerWorker:
           CheckpointError: there is none, it is damaged, or another run made it; each differing field is shown.
         """
         metadata = self._store.metadata()
-        state = self._trainer().state()
+        state = self._trainer().live_state()
         shapes = {name: np.zeros(wire.shape, decode(wire).dtype) for name, wire in self.publish().items()}
         published = {int(step): WeightVersion(**fields) for step, fields in metadata["published"].items()}
         abstract = {**state.trees, **{f"published_{step}": shapes for step in published}}

@@ -28,7 +28,7 @@ def test_statistics_are_sums_and_weights_that_add_over_batches():
     assert decoding_statistics(DECODED) == {
         "tokens_per_forward": (8.0, 6.0),
         "tokens_per_forward_with_commit_passes": (8.0, 8.0),
-        "length": (8.0, 3.0),
+        "completion_length": (8.0, 3.0),
         "truncated": (1.0, 3.0),
         "empty": (1.0, 3.0),
         "log_prob": (-13.5, 8.0),

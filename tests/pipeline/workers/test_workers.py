@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from contracts.distillation import DiffusionDistillationBatch
 from contracts.errors import (
     CorruptBatchError,
     DuplicateBatchError,
@@ -28,6 +29,7 @@ from pipeline.diffusion.decoding import decode as decode_rows
 from pipeline.diffusion.keys import evaluation_keys, row_keys
 from pipeline.diffusion.uncached import decode_uncached
 from pipeline.models.tree import parameters, with_parameters
+from pipeline.training.trainer import PeftTrainer
 from pipeline.workers.parts import abstract_decoder
 from pipeline.workers.rollout import RolloutWorker
 from pipeline.workers.teacher import TeacherWorker
@@ -82,6 +84,45 @@ def test_the_newest_intent_wins_even_when_it_asks_for_an_older_version(prepared,
     workers.rollout.load(newer, prepared.weights.student, 5)
     assert workers.rollout.load(workers.version, prepared.weights.student, 4) == newer
     assert workers.rollout.load(workers.version, prepared.weights.student, 6) == workers.version
+
+
+def test_a_slow_load_does_not_undo_a_newer_one_that_overtook_it(prepared, workers, monkeypatch):
+    newer, tree = replace(workers.version, step=7), prepared.weights.student
+
+    def overtaken(weights):
+        monkeypatch.undo()
+        assert workers.rollout.load(newer, tree, 9) == newer
+        return fingerprint(weights)
+
+    monkeypatch.setattr("pipeline.workers.rollout.fingerprint", overtaken)
+    assert workers.rollout.load(workers.version, tree, 8) == newer
+    assert workers.rollout._holding(newer).intent == 9
+
+
+def test_a_batch_is_validated_once_an_item(prepared, workers, monkeypatch):
+    rollout, targets = item(prepared, workers)
+    validate, calls = DiffusionDistillationBatch.validate, []
+
+    def count(batch):
+        if isinstance(batch.teacher_logits, np.ndarray):
+            calls.append(batch)
+        return validate(batch)
+
+    monkeypatch.setattr(DiffusionDistillationBatch, "validate", count)
+    workers.trainer.accumulate(rollout, targets)
+    assert len(calls) == 1
+
+
+def test_saving_and_restoring_copy_no_state_on_the_device(prepared, workers, monkeypatch):
+    def refuse(trainer):
+        raise AssertionError("a copy of the whole state")
+
+    for index in range(2):
+        workers.trainer.accumulate(*item(prepared, workers, index))
+    version = workers.trainer.update().version
+    monkeypatch.setattr(PeftTrainer, "state", refuse)
+    workers.trainer.save()
+    assert workers.trainer.restore() == [version]
 
 
 def test_a_rollout_writes_what_the_uncached_oracle_writes_for_its_rows_keys(prepared, workers):
