@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from pipeline.diffusion.blocks import BlockLayout
 
 MASK, STOP = "░", "⏹"
 
@@ -29,7 +32,7 @@ class Row:
     truncated: bool
 
 
-def row_of(prompt: str, decoded: Any, row: int, prompt_length: int, block_size: int, before: Row | None) -> Row:
+def row_of(prompt: str, decoded: Any, row: int, prompt_length: int, layout: "BlockLayout", before: Row | None) -> Row:
     """What a `Decoded` on the host says of one row.
 
     Args:
@@ -37,13 +40,15 @@ def row_of(prompt: str, decoded: Any, row: int, prompt_length: int, block_size: 
       decoded: the canvas so far.
       row: its index in the batch.
       prompt_length: tokens of the prompt.
-      block_size: slots that are denoised together, counted from the first completion slot.
+      layout: which slots are denoised together; with origin ``sequence`` the first block may begin inside the prompt.
       before: the same row one step earlier, None at the start.
     """
     committed_C = [bool(step >= 0) for step in decoded.commit_step_BC[row]]
     ids_C = decoded.tokens_BL[row, prompt_length : prompt_length + len(committed_C)]
     last = max((slot for slot, committed in enumerate(committed_C) if committed), default=0)
-    begun = min((last // block_size + 1) * block_size, len(committed_C))
+    inside_prompt = prompt_length % layout.block_size if layout.origin == "sequence" else 0
+    blocks = (inside_prompt + last) // layout.block_size + 1
+    begun = min(blocks * layout.block_size - inside_prompt, len(committed_C))
     length, truncated = int(decoded.length_B[row]), bool(decoded.truncated_B[row])
     if not truncated and all(committed_C[:length]):
         begun = length

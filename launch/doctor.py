@@ -86,7 +86,15 @@ def _packages() -> Iterator[Finding]:
 def _devices() -> Finding:
     """What JAX sees when nobody tells it where to look; in a process of its own, which holds nothing afterwards."""
     program = "import json, jax; print(json.dumps([jax.__version__, [d.device_kind for d in jax.devices()]]))"
-    asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEVICE_SECONDS)
+    try:
+        asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEVICE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Finding(
+            "JAX",
+            "problem",
+            f"its devices did not answer within {DEVICE_SECONDS} s: another process may hold the accelerator, or its "
+            "driver hangs; JAX_PLATFORMS=cpu does without",
+        )
     if asked.returncode:
         return Finding("JAX", "problem", asked.stderr.strip().splitlines()[-1])
     number, kinds = json.loads(asked.stdout.strip().splitlines()[-1])

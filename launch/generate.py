@@ -97,7 +97,7 @@ def _steps(student: Student, prompts: Sequence[str], tokens: Sequence[Sequence[i
     ):
         host = jax.device_get(decoded)
         rows = [
-            row_of(prompt, host, row, int(lengths_B[row]), layout.block_size, rows[row] if rows else None)
+            row_of(prompt, host, row, int(lengths_B[row]), layout, rows[row] if rows else None)
             for row, prompt in enumerate(shown)
         ]
         yield rows

@@ -1,6 +1,7 @@
 """The doctor: one finding a line, and no run on a machine that cannot bear one."""
 
 import io
+import subprocess
 
 from rich.console import Console
 
@@ -22,6 +23,16 @@ def test_a_shadowed_package_is_a_problem(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (problem,) = [finding for finding in doctor._packages() if finding.state == "problem"]
     assert "would import 'pipeline'" in problem.text
+
+
+def test_devices_that_do_not_answer_are_a_problem_and_no_traceback(monkeypatch):
+    def hang(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    finding = doctor._devices()
+    assert (finding.name, finding.state) == ("JAX", "problem")
+    assert f"did not answer within {doctor.DEVICE_SECONDS} s" in finding.text
 
 
 def test_nothing_is_run_where_there_is_a_problem(monkeypatch):
