@@ -8,7 +8,7 @@ from rich.table import Table
 
 from launch.report import NOTHING, rule_label
 from launch.trained import Student, load_student, open_run
-from pipeline.evaluation import StudentReport
+from pipeline.evaluation import THRESHOLDS, StudentReport
 
 
 def evaluate(console: Console, run: str, overrides: Mapping[str, str]) -> None:
@@ -19,7 +19,7 @@ def evaluate(console: Console, run: str, overrides: Mapping[str, str]) -> None:
     """
     folder, config = open_run(run, overrides)
     with console.status("decoding"):
-        report = measure(load_student(folder, config))
+        report, parallelism = measure(load_student(folder, config))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column(f"{config.run.name} {report.version.fingerprint}", no_wrap=True)
     splits = list(report.accuracy_one_forward_per_block) or ["train"]
@@ -33,6 +33,11 @@ def evaluate(console: Console, run: str, overrides: Mapping[str, str]) -> None:
     rest = [""] * (len(splits) - 1)
     table.add_row("tokens per forward", f"{report.tokens_per_forward:.2f}", *rest)
     table.add_row("  passes that only keep keys counted", f"{report.tokens_per_forward_with_commit_passes:.2f}", *rest)
+    table.add_row(
+        f"accuracy under parallelism, τ {THRESHOLDS[0]:g} to {THRESHOLDS[-1]:g}",
+        NOTHING if parallelism is None else f"{parallelism:.1f}",
+        *rest,
+    )
     distinct = report.distinct_right_answers
     table.add_row(
         f"distinct right answers of {config.evaluation.diversity_samples}",
@@ -51,8 +56,8 @@ class Absent:
         self.name = name
 
 
-def measure(student: Student) -> StudentReport:
-    """Every figure of a student, decoded in this process."""
+def measure(student: Student) -> tuple[StudentReport, float | None]:
+    """Every figure of a student, decoded in this process; and its accuracy under parallelism."""
     from contracts.wire import encode_tree
     from pipeline.evaluation import Evaluator
     from pipeline.inline import InlineRuntime
@@ -77,7 +82,9 @@ def measure(student: Student) -> StudentReport:
     runtime = InlineRuntime(WorkerSpecs(WorkerSpec(RolloutWorker, (parts,)), absent, absent), student.config)
     tree = runtime.put("student weights", encode_tree(dict(student.weights)))
     runtime.rollout.publish(student.version, tree)
-    return Evaluator(ground, runtime).report(student.version, diversity=True)
+    evaluator = Evaluator(ground, runtime)
+    report = evaluator.report(student.version, diversity=True)
+    return report, evaluator.parallelism(student.version) if report.accuracy else None
 
 
 def _share(value: float | None) -> str:

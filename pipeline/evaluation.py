@@ -9,12 +9,14 @@ from contracts.roles import Handle, Runtime
 from contracts.weights import WeightVersion
 from contracts.work import Evaluation, EvaluationRequest, Prompt, SamplerSettings
 from pipeline.data.prompts import PromptRow, pad_prompts
+from pipeline.diffusion.measures import accuracy_under_parallelism
 from pipeline.groundwork import TRAIN, Groundwork
 from pipeline.loop import reduce_statistics
 from pipeline.measures import distinct_right_answers, evenly_spaced
 from pipeline.waiting import results_of
 
 ONE_FORWARD_PER_BLOCK = SamplerSettings("static", 1.0)
+THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,31 @@ class Evaluator:
     ) -> dict[str, dict[str, float]]:
         """Split → name → value with one sampler; ``beside`` is work in flight that the rollout workers do first."""
         return self._by_split(version, sampler, beside)
+
+    def parallelism(self, version: WeightVersion, thresholds: Sequence[float] = THRESHOLDS) -> float | None:
+        """Accuracy under parallelism on training prompts, over thresholds of the deployed rule (else of `threshold`).
+
+        Args:
+          version: whose.
+          thresholds: τ, each in [0, 1]. Those that come to one speed count as one point, at their best accuracy; y_max is
+            the highest accuracy among them.
+
+        Returns:
+          AUP in percent · tokens per forward, None where nothing is right or the task knows no right answers.
+        """
+        deployed = self._ground.config.deployed_sampler.settings()
+        rule = deployed.rule if deployed.rule in ("threshold", "prefix") else "threshold"
+        chosen = evenly_spaced(self._ground.splits[TRAIN], self._settings.rows)
+        sent = [
+            self._decode(f"τ {value:g}", version, replace(deployed, rule=rule, value=value), chosen)
+            for value in thresholds
+        ]
+        points: dict[float, float] = {}
+        for values in (reduce_statistics(self._results(handles)) for handles in sent):
+            speed = values["tokens_per_forward"]
+            points[speed] = max(points.get(speed, 0.0), 100.0 * values.get("accuracy", 0.0))
+        best = max(points.values())
+        return accuracy_under_parallelism(list(points), list(points.values()), best) if best else None
 
     def _by_split(
         self, version: WeightVersion, sampler: SamplerSettings, beside: Sequence[Handle] = ()

@@ -117,6 +117,7 @@ def test_measuring_again_finds_what_the_run_found(folder, capsys):
     assert summary["weights_fingerprint"] in out
     row = next(line for line in out.splitlines() if line.strip().startswith("tokens per forward"))
     assert row.split()[-1] == f"{summary['tokens_per_forward']:.2f}"
+    assert "accuracy under parallelism, τ 0.5 to 0.95" in out
 
 
 def test_measuring_with_settings_that_contradict_the_weights_is_refused(folder, capsys):
