@@ -5,6 +5,7 @@ import pytest
 
 from contracts.errors import DeadlineError
 from contracts.freshness import FreshnessPolicy
+from contracts.roles import Resumable, Trainer
 from contracts.work import EvaluationRequest
 from pipeline.testing import RUN_ID, SAMPLER, FakeTrainer, fake_request, fake_version, fake_weights
 from pipeline.virtual_time import fake_runtime
@@ -54,6 +55,7 @@ def test_results_come_in_the_order_asked_for_and_errors_as_themselves():
 def test_a_trainer_that_goes_back_to_its_checkpoint_goes_on_as_if_nothing_had_been():
     policy = FreshnessPolicy(RUN_ID, max_lag=1)
     trainer = WorkerSpec(FakeTrainer, (policy,)).construct("trainer-0")
+    assert isinstance(trainer, Trainer) and isinstance(trainer, Resumable)
     first = trainer.update().version
     assert trainer.save() == 1
     kept = trainer.publish(), trainer.published(0)

@@ -21,6 +21,7 @@ from contracts.errors import (
     VersionNotHeldError,
     WeightsError,
 )
+from contracts.roles import Resumable, Trainer
 from contracts.weights import fingerprint
 from contracts.wire import decode, decode_tree, encode, encode_tree
 from contracts.work import EvaluationRequest, SamplerSettings
@@ -320,6 +321,7 @@ def test_a_restored_trainer_goes_on_to_the_same_bits(prepared, workers):
         workers.rollout.load(report.version, workers.trainer.publish(), 10 + number)
         return report.version
 
+    assert isinstance(workers.trainer, Trainer) and isinstance(workers.trainer, Resumable)
     first = step(0, workers.version)
     workers.trainer.save()
     undisturbed = step(1, first)
