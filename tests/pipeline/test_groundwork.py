@@ -118,7 +118,7 @@ class Unwritable:
 
 
 def test_prompts_of_a_task_that_no_jsonl_can_hold_are_refused():
-    with pytest.raises(PromptError, match="train prompts of task .*Unwritable cannot be JSON"):
+    with pytest.raises(PromptError, match=r"train prompts of task .*Unwritable cannot be JSON"):
         ground(task={"name": f"{__name__}:Unwritable"})
 
 

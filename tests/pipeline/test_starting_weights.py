@@ -64,7 +64,7 @@ def test_a_teacher_is_trained_once_and_its_weights_are_kept(folder, started):
     first, stages = started
     assert stages == ["teacher", "warm_start"]
     assert not first.teacher_report.cached
-    again, report = obtain_teacher(ground(folder), lambda *done, **numbers: pytest.fail("trained again"))
+    _, report = obtain_teacher(ground(folder), lambda *done, **numbers: pytest.fail("trained again"))
     assert report == replace(first.teacher_report, cached=True)
 
 
