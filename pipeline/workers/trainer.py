@@ -185,6 +185,7 @@ class TrainerWorker:
             "teacher": self._parts.teacher_fingerprint,
             "tokenizer": self._parts.tokenizer.digest,
             "prompts": self._parts.prompts_digest,
+            "stop_ids": ",".join(map(str, self._parts.stop_ids)),
         }
 
     def _publish_version(self) -> WeightVersion:

@@ -9,6 +9,7 @@ import pytest
 
 from contracts.distillation import DiffusionDistillationBatch
 from contracts.errors import (
+    CheckpointError,
     CorruptBatchError,
     DuplicateBatchError,
     FingerprintMismatchError,
@@ -333,3 +334,11 @@ def test_a_restored_trainer_goes_on_to_the_same_bits(prepared, workers):
 def test_every_freshness_error_counts_under_a_word_of_its_own():
     reasons = [kind.reason for kind in FreshnessError.__subclasses__()]
     assert len(set(reasons)) == len(reasons) == 8
+
+
+def test_a_checkpoint_of_a_run_with_other_stop_tokens_is_refused_showing_both(prepared, workers, tmp_path):
+    workers.trainer.save()
+    other = TrainerWorker(replace(prepared.parts, stop_ids=(3, 12)), str(tmp_path / "checkpoints"), name="other")
+    other.load(prepared.weights.student)
+    with pytest.raises(CheckpointError, match=r'stop_ids: checkpoint "12", this run "3,12"'):
+        other.restore()
