@@ -17,7 +17,7 @@ lint: install ## Style, floors and types.
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
-bench: install ## Every benchmark but the freshness study (which takes an hour: see benchmarks/freshness.py).
+bench: install ## Every benchmark but the freshness study (which takes half an hour or more: see benchmarks/freshness.py).
 	for name in overlap rollout train_step; do NPROC=2 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 install: .venv/.installed
